@@ -1,0 +1,398 @@
+"""What do the processes of a run say to each other?
+
+Every message is a frozen, tagged msgspec Struct; one union, ``Message``, is decoded with unknown fields forbidden and
+with bounds on numbers and lengths. Token arrays, weights and activations are never fields: token arrays ride beside a
+message as raw frames, weights move through shared memory or process groups. The plan epoch is not a field either: the
+endpoint stamps it on the envelope of every message and fences by it (see ``endpoint.py``).
+
+Invariant (tests/bus/test_messages.py): encoding is stable (golden bytes) and decoding garbage raises ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from nereus.core.plan import Emu, Plan
+from nereus.transition.reshard import Piece, TensorSpec
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=1 << 20)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Checksum = Annotated[str, Meta(min_length=16, max_length=16)]
+"""xxh3-64 as 16 hexadecimal digits."""
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=False):
+    """Base of all messages: the tag is the class name."""
+
+
+# Membership and liveness
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """Worker -> supervisor, first message of an incarnation."""
+
+    worker: Name
+    incarnation: Name
+    host: Name
+    pid: Count
+    service: Annotated[str, Meta(max_length=256)] = ""
+    """Address on which this worker's own server endpoint listens (``tcp://127.0.0.1:port``); empty if it has none."""
+
+
+class Welcome(_Message, frozen=True, tag=True):
+    """Supervisor -> worker: admitted; the envelope carries the current plan epoch."""
+
+    run_id: Name
+
+
+class Heartbeat(_Message, frozen=True, tag=True):
+    """Both ways, when nothing else was sent for a heartbeat interval."""
+
+
+class Ok(_Message, frozen=True, tag=True):
+    """The reply to a request that has no other answer."""
+
+
+class Refused(_Message, frozen=True, tag=True):
+    """Reply: the request was not carried out, and why."""
+
+    reason: Text
+
+
+class Fault(_Message, frozen=True, tag=True):
+    """Worker -> supervisor: something broke here; ``fatal`` means this process is about to leave."""
+
+    where: Name
+    reason: Text
+    fatal: bool = True
+
+
+class Shutdown(_Message, frozen=True, tag=True):
+    """Supervisor -> worker: leave; exit code 0."""
+
+    reason: Text = ""
+
+
+# Placement
+
+
+class Peer(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where another worker's server endpoint listens."""
+
+    worker: Name
+    address: Name
+
+
+class Assign(_Message, frozen=True, tag=True):
+    """Supervisor -> worker: become a slot of ``emu`` under ``plan``."""
+
+    emu: Emu
+    plan: Plan
+    store: Annotated[str, Meta(max_length=256)] = ""
+    """``host:port`` of the rendezvous store for process groups."""
+    peers: tuple[Peer, ...] = ()
+    """Servers this worker may need: the relay, the collector, the reward service."""
+    source: Annotated[str, Meta(max_length=4096)] = ""
+    """Folder to load state from: a model folder, or a committed checkpoint."""
+    version: Count = 0
+    """Policy version that ``source`` holds."""
+
+
+class Ready(_Message, frozen=True, tag=True):
+    """Worker -> supervisor: the assignment is done."""
+
+    emu: Name
+    seconds: Seconds = 0.0
+    tensors: tuple[TensorSpec, ...] = ()
+    """From trainers: every tensor of the model by global name (same on all ranks)."""
+    tied: dict[str, str] = {}
+    """From trainers: alias name -> the name that is stored."""
+    note: Text = ""
+
+
+# Samples
+
+
+class GroupSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt to complete ``group_size`` times.
+
+    ``group`` is the position in the global sample order: unique for the life of the run. ``attempt`` counts re-issues
+    after a loss. Sample ``i`` of the group draws from the random stream ``(run seed, group, i)`` whatever the attempt
+    or the place.
+    """
+
+    group: Count
+    attempt: Count
+    row: Count
+    prompt: msgspec.Raw
+    """JSON: a string, or a list of chat messages."""
+    columns: msgspec.Raw
+    """JSON object: the row's other columns, for the reward function."""
+
+
+class Grant(_Message, frozen=True, tag=True):
+    """Supervisor -> rollout: credit to start these groups. The only flow control of generation."""
+
+    groups: tuple[GroupSpec, ...]
+
+
+class Release(_Message, frozen=True, tag=True):
+    """Supervisor -> rollout: these groups are trained (or obsolete); their samples need not be kept any more."""
+
+    groups: tuple[Count, ...]
+
+
+class Resend(_Message, frozen=True, tag=True):
+    """Supervisor -> rollout: send these finished groups again, to the current collector."""
+
+    groups: tuple[Count, ...]
+
+
+class Sample(Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion, without its tokens."""
+
+    tokens: Count
+    reward: float | None
+    finish: Name
+    """``stop``, ``length`` or ``context``."""
+    version_first: Count
+    version_last: Count
+
+
+class Group(_Message, frozen=True, tag=True):
+    """Rollout -> collector, on the sample plane; four raw frames ride beside it.
+
+    Frames: prompt tokens int32 ``[prompt_tokens]``; completion tokens int32, logprobs float32 and policy versions int32,
+    each ``[sum of sample.tokens]``, samples one after the other.
+    """
+
+    group: Count
+    attempt: Count
+    row: Count
+    rollout: Name
+    prompt_tokens: Count
+    samples: tuple[Sample, ...]
+    generate_s: Seconds = 0.0
+    reward_s: Seconds = 0.0
+    reward_failures: dict[str, int] = {}
+    """How often the reward function timed out, raised, or returned something that is not a number."""
+
+
+class GroupAccepted(_Message, frozen=True, tag=True):
+    """Collector -> supervisor: this group is held, complete and checked."""
+
+    group: Count
+    attempt: Count
+    row: Count
+    rollout: Name
+    version_first: Count
+    version_last: Count
+    prompt_tokens: Count
+    samples: tuple[Sample, ...]
+    generate_s: Seconds = 0.0
+    reward_s: Seconds = 0.0
+    reward_failures: dict[str, int] = {}
+
+
+class GroupFailed(_Message, frozen=True, tag=True):
+    """Rollout -> supervisor: this group cannot be completed here; it will be re-issued or dropped with the reason."""
+
+    group: Count
+    attempt: Count
+    reason: Text
+
+
+# Reward service (request and reply between rollout and reward worker)
+
+
+class Score(_Message, frozen=True, tag=True):
+    """Rollout -> reward: score the completions of one group."""
+
+    prompt: msgspec.Raw
+    completions: tuple[Text, ...]
+    columns: msgspec.Raw
+
+
+class Scored(_Message, frozen=True, tag=True):
+    """Reward -> rollout: one reward per completion; ``None`` = not applicable or failed under policy ``none``."""
+
+    rewards: tuple[float | None, ...]
+    failures: dict[str, int] = {}
+
+
+# Training
+
+
+class GroupRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """One attempt at one group."""
+
+    group: Count
+    attempt: Count
+
+
+class Train(_Message, frozen=True, tag=True):
+    """Supervisor -> every trainer slot: make optimizer step ``step`` from ``groups``, in this order; then publish.
+
+    The step consumes policy ``version`` and produces ``version + 1``.
+    """
+
+    step: Count
+    version: Count
+    groups: tuple[GroupRef, ...]
+
+
+class StepReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one optimizer step looked like; seconds are wall time of the slowest slot."""
+
+    step: Count
+    version: Count
+    seconds: Seconds
+    tokens: Count
+    """Prompt and completion tokens that were trained on, over all replicas."""
+    metrics: dict[str, float] = {}
+    """Names of experience.md; token metrics are already divided once by global counts. NaN is allowed only where a
+    step was skipped."""
+    skipped: bool = False
+    """True if every rank skipped the update alike because a gradient was not finite."""
+
+
+class StepDone(_Message, frozen=True, tag=True):
+    """Trainer slot -> supervisor: the step is applied here. Only the lead slot's report is filled in."""
+
+    report: StepReport
+    emu: Name
+
+
+# Weight synchronization
+
+
+class PushBegin(_Message, frozen=True, tag=True):
+    """Trainer slot -> relay: I am about to write my pieces of ``version``."""
+
+    version: Count
+    writer: Name
+
+
+class PushInto(_Message, frozen=True, tag=True):
+    """Relay -> trainer slot: write into this shared-memory file, each tensor at its offset."""
+
+    version: Count
+    path: Name
+    offsets: dict[str, int]
+
+
+class PushDone(_Message, frozen=True, tag=True):
+    """Trainer slot -> relay: these pieces are written; checksums are xxh3-64 of each piece's contiguous bytes."""
+
+    version: Count
+    writer: Name
+    pieces: tuple[Piece, ...]
+    checksums: tuple[Checksum, ...]
+
+
+class VersionReady(_Message, frozen=True, tag=True):
+    """Relay -> supervisor: ``version`` is complete, verified and visible."""
+
+    version: Count
+    checksum: Name
+    tensors: Count
+    size_bytes: Count
+    seconds: Seconds
+
+
+class Switch(_Message, frozen=True, tag=True):
+    """Supervisor -> rollout: version ``version`` can be pulled; switch between two decode steps, then say WeightsLive."""
+
+    version: Count
+
+
+class Pull(_Message, frozen=True, tag=True):
+    """Rollout -> relay: lend me the newest visible version (at least ``version``)."""
+
+    version: Count
+    reader: Name
+
+
+class PullFrom(_Message, frozen=True, tag=True):
+    """Relay -> rollout: read here; the relay does not reuse the file until PullDone or until the reader is gone."""
+
+    version: Count
+    path: Name
+    offsets: dict[str, int]
+    tensors: tuple[TensorSpec, ...]
+    tied: dict[str, str]
+    checksum: Name
+
+
+class PullDone(_Message, frozen=True, tag=True):
+    """Rollout -> relay: the loan ends."""
+
+    version: Count
+    reader: Name
+
+
+class WeightsLive(_Message, frozen=True, tag=True):
+    """Rollout -> supervisor: from the next token on, this unit samples from ``version``. The safe boundary."""
+
+    version: Count
+    checksum: Name
+    seconds: Seconds
+    interrupted: Count = 0
+    """Sequences that were in flight at the switch."""
+
+
+# Checkpoints
+
+
+class Save(_Message, frozen=True, tag=True):
+    """Supervisor -> every trainer slot: write your share of the state after ``step`` into ``folder`` (not yet visible)."""
+
+    step: Count
+    folder: Name
+
+
+class Saved(_Message, frozen=True, tag=True):
+    """Trainer slot -> supervisor: my file is written and fsynced; ``manifest`` is its JSON entry."""
+
+    step: Count
+    emu: Name
+    manifest: msgspec.Raw
+
+
+Message = (
+    Hello
+    | Welcome
+    | Heartbeat
+    | Ok
+    | Refused
+    | Fault
+    | Shutdown
+    | Assign
+    | Ready
+    | Grant
+    | Release
+    | Resend
+    | Group
+    | GroupAccepted
+    | GroupFailed
+    | Score
+    | Scored
+    | Train
+    | StepDone
+    | PushBegin
+    | PushInto
+    | PushDone
+    | VersionReady
+    | Switch
+    | Pull
+    | PullFrom
+    | PullDone
+    | WeightsLive
+    | Save
+    | Saved
+)
