@@ -1,0 +1,62 @@
+# Set up and go: "make run" trains the quick-start job, "make test" runs the tests. Each makes its own virtual
+# environment in .venv (pinned by constraints.txt) and installs nothing when nothing changed.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+JOB ?= launchers/grpo_quickstart.toml
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
+FAST := not live and not slow and not chaos and not gpu
+LIVE := (live or slow or chaos) and not gpu
+PURE := nereus/core nereus/transition nereus/algo nereus/bus nereus/config.py nereus/errors.py \
+        nereus/runtime/folder.py nereus/runtime/journal.py nereus/runtime/metrics.py nereus/runtime/logs.py \
+        nereus/runtime/display.py nereus/runtime/report.py
+
+.PHONY: run test fast live lint format bench clean
+.DEFAULT_GOAL := run
+
+run: $(VENV)/.train
+	$(BIN)/nereus run $(JOB) $(ARGS)
+
+test: fast live
+
+fast: $(VENV)/.test
+	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+live: $(VENV)/.test
+	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PURE)
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One after the other: they measure, so they must not share the cores.
+bench: $(VENV)/.test
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Nereus needs Python 3.11 or newer, $(PYTHON) is older; name another one with make PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, so that the resolver cannot pull another build of it in later.
+$(VENV)/.train: $(INPUTS) | $(BIN)/python
+	$(PIP) install -q -c constraints.txt setuptools torch==2.13.0
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test]'
+	@touch $@
