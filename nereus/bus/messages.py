@@ -135,6 +135,12 @@ class GroupSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """JSON object: the row's other columns, for the reward function."""
 
 
+class Peers(_Message, frozen=True, tag=True):
+    """Supervisor -> worker: these servers have moved; talk to the new addresses from now on."""
+
+    peers: tuple[Peer, ...]
+
+
 class Grant(_Message, frozen=True, tag=True):
     """Supervisor -> rollout: credit to start these groups. The only flow control of generation."""
 
@@ -271,6 +277,19 @@ class StepDone(_Message, frozen=True, tag=True):
 # Weight synchronization
 
 
+class Manifest(_Message, frozen=True, tag=True):
+    """Supervisor -> relay: what a complete version consists of. Resets what is half-pushed."""
+
+    tensors: tuple[TensorSpec, ...]
+    tied: dict[str, str] = {}
+
+
+class Publish(_Message, frozen=True, tag=True):
+    """Supervisor -> every trainer slot: push the present weights as ``version`` (after a start or a resume)."""
+
+    version: Count
+
+
 class PushBegin(_Message, frozen=True, tag=True):
     """Trainer slot -> relay: I am about to write my pieces of ``version``."""
 
@@ -374,6 +393,7 @@ Message = (
     | Shutdown
     | Assign
     | Ready
+    | Peers
     | Grant
     | Release
     | Resend
@@ -384,6 +404,8 @@ Message = (
     | Scored
     | Train
     | StepDone
+    | Manifest
+    | Publish
     | PushBegin
     | PushInto
     | PushDone

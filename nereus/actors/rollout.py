@@ -1,0 +1,298 @@
+"""How does one rollout unit turn grants into finished, scored groups?
+
+Owner: one ``RolloutActor`` per rollout slot. Each granted group is one task: tokenize the prompt, draw the completions
+(the backend batches all live sequences of all groups), score them, hand the group to the collector. A finished group is
+kept until the supervisor releases it, so that a new collector can ask for it again.
+
+Invariants: a group is never handed over without a reward for each completion; nothing is sampled before the first
+weight switch; after ``Switch`` the unit says which version and checksum it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_worker
+from nereus.actors.wiring import Links, Wiring
+from nereus.backends.api import Completion, RolloutBackend, SampleRequest
+from nereus.bus.endpoint import Buffer, Delivery, Endpoint, PeerGone
+from nereus.bus.messages import (
+    Assign,
+    Grant,
+    Group,
+    GroupFailed,
+    GroupSpec,
+    Message,
+    Peers,
+    Pull,
+    PullDone,
+    PullFrom,
+    Ready,
+    Refused,
+    Release,
+    Resend,
+    Sample,
+    Score,
+    Scored,
+    Switch,
+    WeightsLive,
+)
+from nereus.config import JobConfig
+from nereus.core.plan import POLICY_TRAINING, SlotId
+from nereus.errors import PeerLost, ProtocolError
+
+HAND_OVER_TIMEOUT_S = 120.0
+"""How long the collector may take to acknowledge a group (a full window means that training is behind)."""
+
+PULL_TIMEOUT_S = 60.0
+SCORE_GRACE_S = 30.0
+"""Time for queueing at the reward service beyond its own limit."""
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back, with the model's own tokenizer."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, prompt: object) -> NDArray[np.int32]: ...
+
+    def decode(self, tokens: NDArray[np.int32]) -> str: ...
+
+
+class FinishedGroup(msgspec.Struct, frozen=True):
+    """What is kept of a group until it is released."""
+
+    message: Group
+    frames: tuple[Buffer, ...]
+
+
+class RolloutActor:
+    """One rollout unit of one slot."""
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        codec: TextCodec,
+        config: JobConfig,
+        slot: SlotId,
+        control: Endpoint,
+        wiring: Wiring,
+        transcript: Path,
+    ) -> None:
+        self._backend = backend
+        self._codec = codec
+        self._config = config
+        self._slot = slot
+        self._control = control
+        self._links = Links(wiring)
+        self._transcript = transcript
+        self._collector = ""
+        self._finished: dict[int, FinishedGroup] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Assign() as assign:
+                await self._assign(assign)
+            case Grant(groups):
+                for spec in groups:
+                    self._start(spec)
+            case Release(groups):
+                self._release(groups)
+            case Resend(groups):
+                for group in groups:
+                    await self._hand_over(self._finished[group])
+            case Switch(version):
+                await self._switch(version)
+            case Peers(peers):
+                await self._links.update(peers)
+            case other:
+                return Refused(f"a rollout unit does not understand {type(other).__name__}")
+        return None
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Servers that are gone show in the requests made to them."""
+
+    async def background(self) -> None:
+        """Wait for a group task that breaks in a way no re-issue can mend."""
+        raise await self._failed.get()
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._backend.close()
+        await self._links.close()
+
+    async def _assign(self, assign: Assign) -> None:
+        began = perf_counter()
+        self._control.advance(assign.plan.epoch)
+        await self._links.update(assign.peers)
+        self._links.advance(assign.plan.epoch)
+        self._collector = slot_worker(assign.plan.of(POLICY_TRAINING)[0].slots[0])
+        await self._backend.start(Path(assign.source), emu=assign.emu, slot=self._slot)
+        await self._control.send(SUPERVISOR, Ready(assign.emu.id, perf_counter() - began))
+
+    async def _switch(self, version: int) -> None:
+        began = perf_counter()
+        link = self._links[RELAY]
+        source = await link.request(RELAY, Pull(version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+        if not isinstance(source, PullFrom):
+            raise ProtocolError(f"{RELAY} answered Pull with {type(source).__name__}")
+        try:
+            interrupted = await self._backend.switch(source, interrupt=self._config.rollout.interrupt)
+        finally:
+            await link.request(RELAY, PullDone(source.version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+        live = WeightsLive(source.version, source.checksum, perf_counter() - began, interrupted)
+        await self._control.send(SUPERVISOR, live)
+
+    def _start(self, spec: GroupSpec) -> None:
+        if spec.group in self._running or spec.group in self._finished:
+            return  # a repeated grant
+        task = asyncio.create_task(self._complete(spec), name=f"group-{spec.group}")
+        self._running[spec.group] = task
+        task.add_done_callback(lambda task: self._ended(spec.group, task))
+
+    def _ended(self, group: int, task: asyncio.Task[None]) -> None:
+        self._running.pop(group, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed.put_nowait(error)
+
+    def _release(self, groups: tuple[int, ...]) -> None:
+        for group in groups:
+            self._finished.pop(group, None)
+            if (task := self._running.get(group)) is not None:
+                task.cancel()
+
+    async def _complete(self, spec: GroupSpec) -> None:
+        """Generate, score and hand over one group."""
+        rollout = self._config.rollout
+        prompt = self._codec.encode(msgspec.json.decode(spec.prompt))
+        if len(prompt) > rollout.max_prompt_tokens:
+            reason = (
+                f"the prompt of data row {spec.row} has {len(prompt)} tokens, rollout.max_prompt_tokens is "
+                f"{rollout.max_prompt_tokens}; raise it or leave the row out"
+            )
+            await self._control.send(SUPERVISOR, GroupFailed(spec.group, spec.attempt, reason))
+            return
+        began = perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            draws = [
+                tasks.create_task(self._backend.generate(self._request(spec, prompt, index)))
+                for index in range(rollout.group_size)
+            ]
+        completions = [draw.result() for draw in draws]
+        generate_s = perf_counter() - began
+        texts = tuple(self._codec.decode(completion.tokens) for completion in completions)
+        began = perf_counter()
+        scored = await self._score(spec, texts)
+        group = self._finish(spec, prompt, completions, scored, generate_s, perf_counter() - began)
+        self._finished[spec.group] = group
+        self._write_transcript(spec, texts, scored, completions)
+        await self._hand_over(group)
+
+    def _request(self, spec: GroupSpec, prompt: NDArray[np.int32], index: int) -> SampleRequest:
+        rollout = self._config.rollout
+        return SampleRequest(
+            id=f"{spec.group}.{spec.attempt}.{index}",
+            prompt=prompt,
+            seed=(self._config.run.seed, spec.group, index),
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=self._codec.stop_token_ids,
+        )
+
+    async def _score(self, spec: GroupSpec, texts: tuple[str, ...]) -> Scored:
+        """Ask the reward service; when it has died and come back elsewhere, ask again (bounded)."""
+        deadline_s = self._config.reward.timeout_s + SCORE_GRACE_S
+        message = Score(spec.prompt, texts, spec.columns)
+        for attempt in range(3):
+            link = self._links[REWARD]
+            try:
+                answer = await link.request(REWARD, message, timeout_s=deadline_s)
+            except PeerLost:
+                if attempt == 2:
+                    raise
+                await self._links.until_moved(REWARD, link, timeout_s=self._config.bus.start_timeout_s)
+                continue
+            if not isinstance(answer, Scored) or len(answer.rewards) != len(texts):
+                raise ProtocolError(f"{REWARD} answered Score of {len(texts)} completions with {answer!r}"[:500])
+            return answer
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _finish(
+        self,
+        spec: GroupSpec,
+        prompt: NDArray[np.int32],
+        completions: list[Completion],
+        scored: Scored,
+        generate_s: float,
+        reward_s: float,
+    ) -> FinishedGroup:
+        samples = tuple(
+            Sample(
+                len(completion.tokens),
+                reward,
+                completion.finish,
+                int(completion.versions[0]),
+                int(completion.versions[-1]),
+            )
+            for completion, reward in zip(completions, scored.rewards, strict=True)
+        )
+        message = Group(
+            spec.group,
+            spec.attempt,
+            spec.row,
+            self._control.name,
+            len(prompt),
+            samples,
+            generate_s,
+            reward_s,
+            scored.failures,
+        )
+        arrays = (
+            prompt,
+            np.concatenate([completion.tokens for completion in completions]),
+            np.concatenate([completion.logprobs for completion in completions]),
+            np.concatenate([completion.versions for completion in completions]),
+        )
+        return FinishedGroup(message, tuple(memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays))
+
+    async def _hand_over(self, group: FinishedGroup) -> None:
+        """Send one group to the collector; when the collector is lost, keep it: the supervisor will ask for it."""
+        link = self._links[self._collector]
+        try:
+            await link.request(self._collector, group.message, group.frames, timeout_s=HAND_OVER_TIMEOUT_S)
+        except PeerLost:
+            return
+
+    def _write_transcript(
+        self, spec: GroupSpec, texts: tuple[str, ...], scored: Scored, completions: list[Completion]
+    ) -> None:
+        """Append one completion of every n-th group as a JSON line, about ``rollout.keep_rows`` a step."""
+        keep = self._config.rollout.keep_rows
+        groups = self._config.train.groups_per_step
+        if not keep or spec.group % max(1, groups // keep):
+            return
+        row = {
+            "group": spec.group,
+            "version": int(completions[0].versions[0]),
+            "prompt": msgspec.json.decode(spec.prompt),
+            "completion": texts[0],
+            "reward": scored.rewards[0],
+            "finish": completions[0].finish,
+            "tokens": len(completions[0].tokens),
+        }
+        with self._transcript.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,98 @@
+"""How does a slot's process become whatever unit the plan puts on it?
+
+Owner: the worker process of a slot. It starts without a role; ``Assign`` names a unit, and the slot builds the actor for
+its model-stage. A later ``Assign`` for another model-stage closes the old actor first, so a slot can change from rollout
+to training without a new process. Backends are loaded by name, so a slot pays only for the one that it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+from typing import Any
+
+from nereus.actors.host import Actor
+from nereus.actors.rollout import RolloutActor
+from nereus.actors.trainer import TrainerActor
+from nereus.actors.wiring import Wiring
+from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
+from nereus.bus.messages import Assign, Message, Refused
+from nereus.config import JobConfig
+from nereus.core.plan import ModelStage, SlotId, Stage
+from nereus.errors import ProtocolError
+
+BACKENDS = {
+    ("torch", Stage.TRAINING): ("nereus.backends.torch.train", "TorchTrainer"),
+    ("torch", Stage.GENERATION): ("nereus.backends.torch.rollout", "TorchRollout"),
+}
+"""(backend name, stage) -> where its class lives; the class is called with the job's configuration."""
+
+
+def load_backend(name: str, stage: Stage, config: JobConfig) -> Any:
+    """Import and construct a backend; ``ProtocolError`` names the ones that exist."""
+    if (name, stage) not in BACKENDS:
+        known = ", ".join(backend for backend, of in BACKENDS if of == stage)
+        raise ProtocolError(f"there is no backend {name!r} for {stage.name.lower()}; known: {known}")
+    module, attribute = BACKENDS[name, stage]
+    return getattr(importlib.import_module(module), attribute)(config)
+
+
+class SlotActor:
+    """The host of one slot's present unit."""
+
+    def __init__(self, slot: SlotId, config: JobConfig, control: Endpoint, wiring: Wiring, transcripts: Path) -> None:
+        self._slot = slot
+        self._config = config
+        self._control = control
+        self._wiring = wiring
+        self._transcripts = transcripts
+        self._actor: Actor | None = None
+        self._model_stage: ModelStage | None = None
+        self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        if isinstance(delivery.message, Assign) and delivery.message.emu.model_stage != self._model_stage:
+            await self._become(delivery.message)
+        if self._actor is None:
+            return Refused(f"slot {self._slot} has no unit yet")
+        return await self._actor.handle(delivery)
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        if self._actor is not None:
+            await self._actor.peer_gone(event)
+
+    async def background(self) -> None:
+        raise await self._failed.get()
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._actor is not None:
+            await self._actor.close()
+
+    async def _become(self, assign: Assign) -> None:
+        await self.close()
+        self._actor = await asyncio.to_thread(self._build, assign)
+        self._model_stage = assign.emu.model_stage
+        self._watch = asyncio.create_task(self._guard(self._actor), name="guard")
+
+    def _build(self, assign: Assign) -> Actor:
+        """Construct the actor; runs off the loop because importing a backend takes seconds."""
+        stage = assign.emu.model_stage.stage
+        if stage is Stage.TRAINING:
+            trainer = load_backend(self._config.train.backend, stage, self._config)
+            return TrainerActor(trainer, self._slot, self._control, self._wiring)
+        if stage is Stage.GENERATION:
+            engine = load_backend(self._config.rollout.backend, stage, self._config)
+            codec = importlib.import_module("nereus.backends.text").ModelText(Path(assign.source), self._config)
+            transcript = self._transcripts / f"slot-{self._slot}.jsonl"
+            return RolloutActor(engine, codec, self._config, self._slot, self._control, self._wiring, transcript)
+        raise ProtocolError(f"a slot cannot host {assign.emu.model_stage}")
+
+    async def _guard(self, actor: Actor) -> None:
+        try:
+            await actor.background()
+        except Exception as error:  # handed to background(), which ends the process with it
+            self._failed.put_nowait(error)

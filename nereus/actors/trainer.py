@@ -1,0 +1,272 @@
+"""How does one slot of a trainer unit take part in a run?
+
+Owner: one ``TrainerActor`` per trainer slot. Blocking work runs on one compute thread, in the order of the supervisor's
+messages, because every rank must make the same collective calls in the same order. The lead slot (first slot of the
+first unit) is also the *collector*: it receives finished groups on the sample plane, checks them and holds them until
+they are trained.
+
+Invariant (tests/actors/test_collector.py): a group is accepted only if its frames, counts and numbers fit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus.actors.names import RELAY, SUPERVISOR
+from nereus.actors.wiring import Links, Wiring
+from nereus.backends.api import TrainBatch, TrainerBackend
+from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
+from nereus.bus.messages import (
+    Assign,
+    Group,
+    GroupAccepted,
+    GroupRef,
+    Message,
+    Ok,
+    Publish,
+    PushBegin,
+    PushDone,
+    PushInto,
+    Ready,
+    Refused,
+    Release,
+    Save,
+    Saved,
+    StepDone,
+    Train,
+)
+from nereus.core.plan import POLICY_TRAINING, SlotId
+from nereus.errors import ProtocolError
+
+Result = TypeVar("Result")
+
+PUSH_TIMEOUT_S = 60.0
+"""How long a trainer waits for the relay to lend a buffer or to verify a version."""
+
+
+class HeldGroup(msgspec.Struct, frozen=True):
+    """One finished group in the collector's hands."""
+
+    message: Group
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+
+def read_group(message: Group, frames: tuple[bytes | bytearray | memoryview, ...]) -> HeldGroup:
+    """View the frames of ``message`` as arrays, without copies; ``ProtocolError`` says what does not fit."""
+    if len(frames) != 4:
+        raise ProtocolError(f"group {message.group}: expected 4 frames, got {len(frames)}")
+    total = sum(sample.tokens for sample in message.samples)
+    dtypes = (np.int32, np.int32, np.float32, np.int32)
+    sizes = (message.prompt_tokens, total, total, total)
+    for index, (frame, size) in enumerate(zip(frames, sizes, strict=True)):
+        if memoryview(frame).nbytes != 4 * size:
+            raise ProtocolError(
+                f"group {message.group}: frame {index} has {memoryview(frame).nbytes} bytes, expected {4 * size}"
+            )
+    prompt, tokens, logprobs, versions = (
+        np.frombuffer(frame, dtype) for frame, dtype in zip(frames, dtypes, strict=True)
+    )
+    if not np.isfinite(logprobs).all():
+        raise ProtocolError(f"group {message.group}: a log-probability is not finite")
+    if total and (tokens.min() < 0 or prompt.min(initial=0) < 0):
+        raise ProtocolError(f"group {message.group}: a token id is negative")
+    if any(sample.tokens == 0 for sample in message.samples):
+        raise ProtocolError(f"group {message.group}: a completion is empty")
+    return HeldGroup(message, prompt, tokens, logprobs, versions)
+
+
+def make_batch(step: int, version: int, groups: Iterable[HeldGroup]) -> TrainBatch:
+    """Lay the groups' samples side by side as the flat arrays of a ``TrainBatch``, in the order given."""
+    prompt_lengths, lengths, group_of, rewards = [], [], [], []
+    tokens: list[NDArray[np.int32]] = []
+    held = list(groups)
+    for index, group in enumerate(held):
+        start = 0
+        for sample in group.message.samples:
+            tokens += [group.prompt, group.tokens[start : start + sample.tokens]]
+            start += sample.tokens
+            prompt_lengths.append(group.message.prompt_tokens)
+            lengths.append(sample.tokens)
+            group_of.append(index)
+            rewards.append(np.nan if sample.reward is None else sample.reward)
+    return TrainBatch(
+        step=step,
+        version=version,
+        prompt_lengths=np.array(prompt_lengths, np.int32),
+        lengths=np.array(lengths, np.int32),
+        group_of=np.array(group_of, np.int32),
+        rewards=np.array(rewards, np.float64),
+        tokens=np.concatenate(tokens),
+        logprobs=np.concatenate([group.logprobs for group in held]),
+        versions=np.concatenate([group.versions for group in held]),
+    )
+
+
+class Collector:
+    """The groups that are finished and not yet trained, by (group, attempt)."""
+
+    def __init__(self) -> None:
+        self._held: dict[GroupRef, HeldGroup] = {}
+
+    def accept(self, held: HeldGroup) -> bool:
+        """Keep a group; return False if this attempt is already held (a repeated delivery)."""
+        ref = GroupRef(held.message.group, held.message.attempt)
+        if ref in self._held:
+            return False
+        self._held[ref] = held
+        return True
+
+    def take(self, refs: Iterable[GroupRef]) -> list[HeldGroup]:
+        """Return the groups in order, still held; ``ProtocolError`` names those that are not here."""
+        wanted = list(refs)
+        missing = [f"{ref.group} (attempt {ref.attempt})" for ref in wanted if ref not in self._held]
+        if missing:
+            raise ProtocolError(f"the collector does not hold group {', '.join(missing)}")
+        return [self._held[ref] for ref in wanted]
+
+    def release(self, groups: Iterable[int]) -> None:
+        """Forget every attempt at ``groups``."""
+        gone = frozenset(groups)
+        self._held = {ref: held for ref, held in self._held.items() if ref.group not in gone}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class TrainerActor:
+    """One slot of a trainer unit."""
+
+    def __init__(self, backend: TrainerBackend, slot: SlotId, control: Endpoint, wiring: Wiring) -> None:
+        self._backend = backend
+        self._slot = slot
+        self._control = control
+        self._links = Links(wiring)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._collector = Collector()
+        self._assigned: Assign | None = None
+        self._pushes: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Assign() as assign:
+                await self._assign(assign)
+            case Group() as group:
+                return await self._collect(group, delivery)
+            case Train() as train:
+                await self._train(train)
+            case Publish(version):
+                await self._publish(version)
+            case Save() as save:
+                await self._save(save)
+            case Release(groups):
+                self._collector.release(groups)
+            case other:
+                return Refused(f"a trainer does not understand {type(other).__name__}")
+        return None
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """A rollout that is gone changes nothing here: what it has finished is held."""
+
+    async def background(self) -> None:
+        """Wait for a publication that fails behind the trainer's back."""
+        raise await self._failed.get()
+
+    async def close(self) -> None:
+        for task in self._pushes:
+            task.cancel()
+        await self._links.close()
+        self._compute.shutdown(wait=False, cancel_futures=True)
+        self._backend.close()
+
+    @property
+    def _emu(self) -> Assign:
+        if self._assigned is None:
+            raise ProtocolError(f"slot {self._slot} has no unit yet")
+        return self._assigned
+
+    @property
+    def _lead(self) -> bool:
+        plan = self._emu.plan
+        return plan.of(POLICY_TRAINING)[0].slots[0] == self._slot
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    async def _assign(self, assign: Assign) -> None:
+        began = perf_counter()
+        self._assigned = assign
+        self._control.advance(assign.plan.epoch)
+        await self._links.update(assign.peers)
+        self._links.advance(assign.plan.epoch)
+
+        def build() -> int:
+            self._backend.assign(assign.emu, assign.plan, self._slot, store=assign.store)
+            return self._backend.load(Path(assign.source))
+
+        step = await self._run(build)
+        ready = Ready(
+            assign.emu.id,
+            perf_counter() - began,
+            self._backend.tensors if self._lead else (),
+            self._backend.tied if self._lead else {},
+            note=f"step {step}",
+        )
+        await self._control.send(SUPERVISOR, ready)
+
+    async def _collect(self, group: Group, delivery: Delivery) -> Message:
+        try:
+            held = read_group(group, delivery.frames)
+        except ProtocolError as error:
+            return Refused(str(error))
+        if self._collector.accept(held):
+            fields = {name: getattr(group, name) for name in GroupAccepted.__struct_fields__ if hasattr(group, name)}
+            first = min(sample.version_first for sample in group.samples)
+            last = max(sample.version_last for sample in group.samples)
+            await self._control.send(SUPERVISOR, GroupAccepted(**fields, version_first=first, version_last=last))
+        return Ok()
+
+    async def _train(self, train: Train) -> None:
+        batch = make_batch(train.step, train.version, self._collector.take(train.groups)) if self._lead else None
+        report = await self._run(lambda: self._backend.train(self._backend.share(batch)))
+        await self._control.send(SUPERVISOR, StepDone(report, self._emu.emu.id))
+        await self._publish(train.version + 1)
+
+    async def _publish(self, version: int) -> None:
+        """Write this slot's pieces into the relay's buffer, then go on while the relay verifies them."""
+        link = self._links[RELAY]
+        writer = self._control.name
+        into = await link.request(RELAY, PushBegin(version, writer), timeout_s=PUSH_TIMEOUT_S)
+        if not isinstance(into, PushInto):
+            raise ProtocolError(f"{RELAY} answered PushBegin with {type(into).__name__}")
+        pieces = tuple(self._backend.publication())
+        checksums = await self._run(lambda: self._backend.write(pieces, Path(into.path), into.offsets))
+        done = PushDone(version, writer, pieces, tuple(checksums))
+
+        async def hand_over() -> None:
+            await link.request(RELAY, done, timeout_s=PUSH_TIMEOUT_S)
+
+        task = asyncio.create_task(hand_over(), name=f"push-{version}")
+        self._pushes.add(task)
+        task.add_done_callback(self._push_ended)
+
+    def _push_ended(self, task: asyncio.Task[None]) -> None:
+        self._pushes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed.put_nowait(error)
+
+    async def _save(self, save: Save) -> None:
+        manifest = await self._run(lambda: self._backend.save(Path(save.folder), save.step))
+        await self._control.send(SUPERVISOR, Saved(save.step, self._emu.emu.id, msgspec.Raw(manifest)))
