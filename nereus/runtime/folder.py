@@ -1,0 +1,199 @@
+"""Where does a run keep its files, and who may write there?
+
+Owner: the supervisor, which holds the folder's lock for as long as it lives; workers only write the files they are told.
+Invariants (tests/runtime/test_folder.py): two processes never hold one folder; ``STATUS`` is always a whole JSON object;
+an attempt number is never reused; ``keys`` is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from nereus.errors import ConfigError
+
+State = Literal["starting", "running", "draining", "finished", "stopped", "failed"]
+"""``finished``: all steps done; ``stopped``: drained early, can be resumed; ``failed``: ended by an error."""
+
+_ORDINAL = re.compile(r"-(\d{3,})$")
+_ATTEMPT = re.compile(r"attempt_(\d+)$")
+
+
+class Status(Struct, frozen=True):
+    """What ``STATUS`` says: the run at a glance, for people and for schedulers."""
+
+    state: State
+    step: int = 0
+    version: int = 0
+    pid: int = 0
+    reason: str = ""
+    updated: float = 0.0
+    """Unix time of the last change."""
+
+
+class RunFolder:
+    """The files of one run, locked by this process until ``close``."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        """Take over a locked folder; use ``create`` or ``open``."""
+        self.path = path
+        self._lock = lock
+        for folder in (self.configs, self.checkpoints, self.rollouts):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.keys.mkdir(mode=0o700, exist_ok=True)
+        self.keys.chmod(0o700)
+        self.attempt = self._next_attempt()
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, path: Path | None = None) -> RunFolder:
+        """Make a new run folder: ``<root>/<name>-NNN`` with the next free number, or exactly ``path``.
+
+        ``ConfigError`` if ``path`` already holds a run or cannot be written.
+        """
+        if not name or "/" in name or name.startswith("."):
+            raise ConfigError(
+                f"{name!r} cannot name a folder", where="run.name", remedy="use letters, digits, dots and dashes"
+            )
+        if path is not None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise ConfigError(
+                    "already exists and is not empty", where=str(path), remedy="resume it, or name another folder"
+                )
+            _make(path)
+            return cls(path, _acquire(path))
+        _make(root)
+        taken = [int(match[1]) for entry in root.glob(f"{name}-*") if (match := _ORDINAL.search(entry.name))]
+        for ordinal in range(max(taken, default=0) + 1, 1 << 31):
+            candidate = root / f"{name}-{ordinal:03d}"
+            with contextlib.suppress(FileExistsError):  # another run took this number first
+                candidate.mkdir()
+                return cls(candidate, _acquire(candidate))
+        raise AssertionError("unreachable: there are more numbers than folders")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Take an existing run folder over, to resume it. ``ConfigError`` if there is none, or if it is in use."""
+        if not (path / "STATUS").is_file():
+            raise ConfigError(
+                "is not a run folder (it has no STATUS)", where=str(path), remedy="name a folder that a run has made"
+            )
+        return cls(path, _acquire(path))
+
+    @property
+    def name(self) -> str:
+        """The run id."""
+        return self.path.name
+
+    @property
+    def configs(self) -> Path:
+        return self.path / "configs"
+
+    @property
+    def logs(self) -> Path:
+        """The log folder of this attempt."""
+        return self.path / "logs" / f"attempt_{self.attempt}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def keys(self) -> Path:
+        return self.path / "keys"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def write_status(self, state: State, *, step: int = 0, version: int = 0, reason: str = "") -> None:
+        """Replace ``STATUS`` atomically: a reader sees the old or the new object, never a part."""
+        status = Status(state, step, version, os.getpid(), reason, time.time())
+        staged = self.path / ".STATUS.tmp"
+        staged.write_bytes(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
+        staged.replace(self.path / "STATUS")
+
+    def close(self) -> None:
+        """Give the folder free; safe to call twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _next_attempt(self) -> int:
+        """Make the log folder of a new attempt and point ``logs/latest`` at it."""
+        logs = self.path / "logs"
+        logs.mkdir(exist_ok=True)
+        used = [int(match[1]) for entry in logs.iterdir() if (match := _ATTEMPT.fullmatch(entry.name))]
+        attempt = max(used, default=0) + 1
+        (logs / f"attempt_{attempt}").mkdir()
+        staged = logs / ".latest.tmp"
+        staged.unlink(missing_ok=True)
+        staged.symlink_to(f"attempt_{attempt}")
+        staged.replace(logs / "latest")
+        return attempt
+
+
+def read_status(path: Path) -> Status:
+    """Return what ``STATUS`` in the run folder ``path`` says; needs no lock. ``ConfigError`` if it cannot be read."""
+    file = path / "STATUS"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Status)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot be read ({error})", where=str(file), remedy="name a run folder") from None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be made ({error.strerror})", where=str(folder), remedy="set run.dir to a folder you may write to"
+        ) from None
+
+
+def _acquire(path: Path) -> int:
+    """Lock ``path`` for this process and return the descriptor that holds the lock.
+
+    The kernel drops the lock when the process ends in any way, so a crash leaves nothing to clean up. The file's text
+    only serves to name the holder.
+    """
+    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise ConfigError(
+            f"is in use by the process with pid {holder}",
+            where=str(path),
+            remedy="stop that run first, or start another one",
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+    return descriptor
