@@ -1,8 +1,9 @@
 """Where does a run keep its files, and who may write there?
 
-Owner: the supervisor, which holds the folder's lock for as long as it lives; workers only write the files they are told.
-Invariants (tests/runtime/test_folder.py): two processes never hold one folder; ``STATUS`` is always a whole JSON object;
-an attempt number is never reused; ``keys`` is readable by its owner only.
+Owner: the supervisor, which holds the folder's lock for as long as it lives (``RunFolder``). Workers and readers see
+the same paths without the lock (``RunPaths``). Invariants (tests/runtime/test_folder.py): two processes never hold one
+folder; ``STATUS`` is always a whole JSON object; an attempt number is never reused; ``keys`` is readable by its owner
+only.
 """
 
 from __future__ import annotations
@@ -40,53 +41,12 @@ class Status(Struct, frozen=True):
     """Unix time of the last change."""
 
 
-class RunFolder:
-    """The files of one run, locked by this process until ``close``."""
+class RunPaths:
+    """Where the files of a run are, as seen by attempt number ``attempt``."""
 
-    def __init__(self, path: Path, lock: int) -> None:
-        """Take over a locked folder; use ``create`` or ``open``."""
+    def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
-        self._lock = lock
-        for folder in (self.configs, self.checkpoints, self.rollouts):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.keys.mkdir(mode=0o700, exist_ok=True)
-        self.keys.chmod(0o700)
-        self.attempt = self._next_attempt()
-
-    @classmethod
-    def create(cls, root: Path, name: str, *, path: Path | None = None) -> RunFolder:
-        """Make a new run folder: ``<root>/<name>-NNN`` with the next free number, or exactly ``path``.
-
-        ``ConfigError`` if ``path`` already holds a run or cannot be written.
-        """
-        if not name or "/" in name or name.startswith("."):
-            raise ConfigError(
-                f"{name!r} cannot name a folder", where="run.name", remedy="use letters, digits, dots and dashes"
-            )
-        if path is not None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise ConfigError(
-                    "already exists and is not empty", where=str(path), remedy="resume it, or name another folder"
-                )
-            _make(path)
-            return cls(path, _acquire(path))
-        _make(root)
-        taken = [int(match[1]) for entry in root.glob(f"{name}-*") if (match := _ORDINAL.search(entry.name))]
-        for ordinal in range(max(taken, default=0) + 1, 1 << 31):
-            candidate = root / f"{name}-{ordinal:03d}"
-            with contextlib.suppress(FileExistsError):  # another run took this number first
-                candidate.mkdir()
-                return cls(candidate, _acquire(candidate))
-        raise AssertionError("unreachable: there are more numbers than folders")
-
-    @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """Take an existing run folder over, to resume it. ``ConfigError`` if there is none, or if it is in use."""
-        if not (path / "STATUS").is_file():
-            raise ConfigError(
-                "is not a run folder (it has no STATUS)", where=str(path), remedy="name a folder that a run has made"
-            )
-        return cls(path, _acquire(path))
+        self.attempt = attempt
 
     @property
     def name(self) -> str:
@@ -130,6 +90,54 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+
+class RunFolder(RunPaths):
+    """The files of one run, locked by this process until ``close``."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        """Take over a locked folder; use ``create`` or ``open``."""
+        super().__init__(path, _begin_attempt(path))
+        self._lock = lock
+        for folder in (self.configs, self.checkpoints, self.rollouts):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.keys.mkdir(mode=0o700, exist_ok=True)
+        self.keys.chmod(0o700)
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, path: Path | None = None) -> RunFolder:
+        """Make a new run folder: ``<root>/<name>-NNN`` with the next free number, or exactly ``path``.
+
+        ``ConfigError`` if ``path`` already holds a run or cannot be written.
+        """
+        if not name or "/" in name or name.startswith("."):
+            raise ConfigError(
+                f"{name!r} cannot name a folder", where="run.name", remedy="use letters, digits, dots and dashes"
+            )
+        if path is not None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise ConfigError(
+                    "already exists and is not empty", where=str(path), remedy="resume it, or name another folder"
+                )
+            _make(path)
+            return cls(path, _acquire(path))
+        _make(root)
+        taken = [int(match[1]) for entry in root.glob(f"{name}-*") if (match := _ORDINAL.search(entry.name))]
+        for ordinal in range(max(taken, default=0) + 1, 1 << 31):
+            candidate = root / f"{name}-{ordinal:03d}"
+            with contextlib.suppress(FileExistsError):  # another run took this number first
+                candidate.mkdir()
+                return cls(candidate, _acquire(candidate))
+        raise AssertionError("unreachable: there are more numbers than folders")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Take an existing run folder over, to resume it. ``ConfigError`` if there is none, or if it is in use."""
+        if not (path / "STATUS").is_file():
+            raise ConfigError(
+                "is not a run folder (it has no STATUS)", where=str(path), remedy="name a folder that a run has made"
+            )
+        return cls(path, _acquire(path))
+
     def write_status(self, state: State, *, step: int = 0, version: int = 0, reason: str = "") -> None:
         """Replace ``STATUS`` atomically: a reader sees the old or the new object, never a part."""
         status = Status(state, step, version, os.getpid(), reason, time.time())
@@ -143,19 +151,6 @@ class RunFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def _next_attempt(self) -> int:
-        """Make the log folder of a new attempt and point ``logs/latest`` at it."""
-        logs = self.path / "logs"
-        logs.mkdir(exist_ok=True)
-        used = [int(match[1]) for entry in logs.iterdir() if (match := _ATTEMPT.fullmatch(entry.name))]
-        attempt = max(used, default=0) + 1
-        (logs / f"attempt_{attempt}").mkdir()
-        staged = logs / ".latest.tmp"
-        staged.unlink(missing_ok=True)
-        staged.symlink_to(f"attempt_{attempt}")
-        staged.replace(logs / "latest")
-        return attempt
-
 
 def read_status(path: Path) -> Status:
     """Return what ``STATUS`` in the run folder ``path`` says; needs no lock. ``ConfigError`` if it cannot be read."""
@@ -164,6 +159,20 @@ def read_status(path: Path) -> Status:
         return msgspec.json.decode(file.read_bytes(), type=Status)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot be read ({error})", where=str(file), remedy="name a run folder") from None
+
+
+def _begin_attempt(path: Path) -> int:
+    """Make the log folder of a new attempt, point ``logs/latest`` at it and return its number."""
+    logs = path / "logs"
+    logs.mkdir(exist_ok=True)
+    used = [int(match[1]) for entry in logs.iterdir() if (match := _ATTEMPT.fullmatch(entry.name))]
+    attempt = max(used, default=0) + 1
+    (logs / f"attempt_{attempt}").mkdir()
+    staged = logs / ".latest.tmp"
+    staged.unlink(missing_ok=True)
+    staged.symlink_to(f"attempt_{attempt}")
+    staged.replace(logs / "latest")
+    return attempt
 
 
 def _make(folder: Path) -> None:
