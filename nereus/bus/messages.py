@@ -24,6 +24,16 @@ Text = Annotated[str, Meta(max_length=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Checksum = Annotated[str, Meta(min_length=16, max_length=16)]
 """xxh3-64 as 16 hexadecimal digits."""
+Json = Annotated[bytes, Meta(max_length=1 << 24)]
+"""JSON text. Not ``msgspec.Raw``: that would be spliced verbatim into the MessagePack around it and break the message."""
+
+
+def _json_as_bytes(message: Struct, *fields: str) -> None:
+    """Turn ``msgspec.Raw`` values into bytes."""
+    for field in fields:
+        value = getattr(message, field)
+        if isinstance(value, msgspec.Raw):
+            msgspec.structs.force_setattr(message, field, bytes(value))
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=False):
@@ -129,10 +139,13 @@ class GroupSpec(Struct, frozen=True, forbid_unknown_fields=True):
     group: Count
     attempt: Count
     row: Count
-    prompt: msgspec.Raw
+    prompt: Json
     """JSON: a string, or a list of chat messages."""
-    columns: msgspec.Raw
+    columns: Json
     """JSON object: the row's other columns, for the reward function."""
+
+    def __post_init__(self) -> None:
+        _json_as_bytes(self, "prompt", "columns")
 
 
 class Peers(_Message, frozen=True, tag=True):
@@ -219,9 +232,12 @@ class GroupFailed(_Message, frozen=True, tag=True):
 class Score(_Message, frozen=True, tag=True):
     """Rollout -> reward: score the completions of one group."""
 
-    prompt: msgspec.Raw
+    prompt: Json
     completions: tuple[Text, ...]
-    columns: msgspec.Raw
+    columns: Json
+
+    def __post_init__(self) -> None:
+        _json_as_bytes(self, "prompt", "columns")
 
 
 class Scored(_Message, frozen=True, tag=True):
@@ -380,7 +396,10 @@ class Saved(_Message, frozen=True, tag=True):
 
     step: Count
     emu: Name
-    manifest: msgspec.Raw
+    manifest: Json
+
+    def __post_init__(self) -> None:
+        _json_as_bytes(self, "manifest")
 
 
 Message = (
