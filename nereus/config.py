@@ -2,11 +2,14 @@
 
 The only reader of os.environ. Precedence: defaults < files from left to right < command line. Tables merge, lists
 replace. An unknown key, a wrong type or an impossible value is a ``ConfigError`` that names the key, the file and line,
-and the nearest valid name.
+and the nearest valid name (``configuration/load.py``). The string below a field is its documentation and appears in the
+configuration reference (``configuration/reference.py``).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -14,7 +17,7 @@ from msgspec import Meta, Struct
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class _Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,8 +75,9 @@ class DataConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     options: dict[str, Any] = {}
     """Passed to reasoning_gym.create_dataset."""
     template: str = "{prompt}"
-    """How a plain prompt becomes text when the tokenizer has no chat template or ``chat`` is false."""
+    """How a plain prompt becomes text when ``chat`` is false."""
     system: str = ""
+    """System prompt: a chat message of its own with ``chat``, else text before the template."""
     chat: bool = False
     """Apply the tokenizer's chat template."""
 
@@ -86,7 +90,7 @@ class RewardConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True
     workers: Positive = 1
     timeout_s: PositiveFloat = 10.0
     on_failure: Literal["zero", "none", "stop"] = "zero"
-    """What an exception, a time-out or a value that is not a number counts as: reward 0, no reward, or the end of the run."""
+    """What an exception, a time-out or a value that is no number counts as: reward 0, no reward, or the run's end."""
 
 
 class RolloutConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -120,7 +124,7 @@ class LossConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """KL to the reference model (k3 estimator); above 0 the reference model is loaded."""
     correction: Literal["decoupled", "truncated", "none"] = "decoupled"
-    """Off-policy correction: decoupled PPO, truncated importance sampling, or plain PPO against the behaviour policy."""
+    """Off-policy correction: decoupled PPO, truncated importance sampling, plain PPO against the behaviour policy."""
     correction_cap: PositiveFloat = 2.0
     entropy_coefficient: float = 0.0
 
@@ -140,8 +144,8 @@ class TrainConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     warmup_steps: NonNegative = 0
     min_learning_rate: Annotated[float, Meta(ge=0)] = 0.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
     loss: LossConfig = LossConfig()
@@ -198,3 +202,8 @@ class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, r
     checkpoint: CheckpointConfig = CheckpointConfig()
     bus: BusConfig = BusConfig()
     track: TrackConfig = TrackConfig()
+
+
+def environment() -> Mapping[str, str]:
+    """Return the process environment; ``configuration/load.py`` expands ``$NAME`` in paths from it."""
+    return os.environ

@@ -1,0 +1,163 @@
+"""Can this job start here? Everything that can be known before a process starts or a model is built.
+
+Reads files and imports nothing heavy, so that a mistake costs a second and not a minute.
+Invariant (tests/runtime/test_preflight.py): every refusal is a ``ConfigError`` that names the key and where it was set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import nereus.backends
+from nereus.configuration.job import LoadedJob
+from nereus.configuration.load import read_document
+from nereus.configuration.rules import replication
+from nereus.core.shape import ModelShape
+from nereus.errors import ConfigError
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_HEADS = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
+
+
+def preflight(job: LoadedJob) -> ModelShape | None:
+    """Refuse a job that cannot start; return the model's shape (None if a recipe does not state one)."""
+    _check_backends(job)
+    shape = model_shape(job)
+    if shape is not None:
+        _check_layouts(job, shape)
+        _check_lengths(job, shape)
+    _check_data(job)
+    _check_reward(job)
+    return shape
+
+
+def model_shape(job: LoadedJob) -> ModelShape | None:
+    """Read the model's sizes from the folder's config.json, or from the recipe's ``[model]`` table."""
+    model = job.config.model
+    if model.recipe:
+        document, _ = read_document(_existing(job, "model.recipe", Path(model.recipe)))
+        stated = document.get("model", {})
+        if not isinstance(stated, dict) or not stated.keys() >= _HEADS:
+            return None
+        return _shape(stated, job, "model.recipe", Path(model.recipe))
+    folder = _existing(job, "model.path", Path(model.path))
+    if not folder.is_dir():
+        raise job.refuse("model.path", f"{folder} is not a folder", "name a Hugging Face model folder")
+    for names, purpose in ((("config.json",), "sizes"), (_WEIGHTS, "weights"), (_TOKENIZERS, "tokenizer")):
+        if not any((folder / name).is_file() for name in names):
+            raise job.refuse(
+                "model.path",
+                f"{folder} has no {' or '.join(names)} ({purpose})",
+                "name a complete Hugging Face model folder with safetensors weights",
+            )
+    return _shape(_json(folder / "config.json", job), job, "model.path", folder / "config.json")
+
+
+def _json(path: Path, job: LoadedJob) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise job.refuse("model.path", f"{path} cannot be read: {error}", "restore the file") from None
+    if not isinstance(document, dict):
+        raise job.refuse("model.path", f"{path} does not hold a JSON object", "restore the file")
+    return document
+
+
+def _shape(document: dict[str, Any], job: LoadedJob, key: str, path: Path) -> ModelShape:
+    """Translate the field names of Hugging Face configurations."""
+    missing = sorted(_HEADS - document.keys())
+    if missing:
+        raise job.refuse(
+            key,
+            f"{path} lacks {', '.join(missing)}",
+            "use a decoder-only language model of the Llama or Qwen families",
+        )
+    kind = document.get("model_type", "llama")
+    heads = document["num_attention_heads"]
+    try:
+        return msgspec.convert(
+            {
+                "layers": document["num_hidden_layers"],
+                "hidden": document["hidden_size"],
+                "heads": heads,
+                "kv_heads": document.get("num_key_value_heads") or heads,
+                "head_dim": document.get("head_dim") or document["hidden_size"] // heads,
+                "intermediate": document["intermediate_size"],
+                "vocab": document["vocab_size"],
+                "max_positions": document.get("max_position_embeddings", 2048),
+                "tied": document.get("tie_word_embeddings", False),
+                "qkv_bias": bool(document.get("attention_bias", kind == "qwen2")),
+                "qk_norm": kind.startswith("qwen3"),
+            },
+            ModelShape,
+        )
+    except (msgspec.ValidationError, TypeError, ZeroDivisionError) as error:
+        raise job.refuse(key, f"{path} holds sizes that make no model: {error}", "correct the file") from None
+
+
+def _check_backends(job: LoadedJob) -> None:
+    for key, name in (("rollout.backend", job.config.rollout.backend), ("train.backend", job.config.train.backend)):
+        known = [module.name for module in pkgutil.iter_modules(nereus.backends.__path__) if module.ispkg]
+        if name not in known:
+            raise job.refuse(key, f"there is no backend {name!r}", f"choose one of {', '.join(known)}")
+        if name == "torch" and importlib.util.find_spec("torch") is None:
+            raise job.refuse(key, "torch is not installed", "pip install 'nereus[train]'")
+
+
+def _check_layouts(job: LoadedJob, shape: ModelShape) -> None:
+    for key in ("train.layout", "rollout.layout"):
+        for misfit in shape.misfits(replication(job, key).layout):
+            raise job.refuse(key, misfit, "choose smaller degrees, and more replicas to use the slots")
+
+
+def _check_lengths(job: LoadedJob, shape: ModelShape) -> None:
+    rollout = job.config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if longest > shape.max_positions:
+        raise job.refuse(
+            "rollout.max_new_tokens",
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens} "
+            f"= {longest} is above the model's {shape.max_positions} positions (max_position_embeddings)",
+            "shorten one of the two",
+        )
+
+
+def _check_data(job: LoadedJob) -> None:
+    source = job.config.data.source
+    kind, _, name = source.partition(":")
+    if kind == "reasoning_gym":
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise job.refuse("data.source", "reasoning-gym is not installed", "pip install 'nereus[train]'")
+        if not name:
+            raise job.refuse("data.source", "no data set is named", "write reasoning_gym:NAME, such as chain_sum")
+        return
+    path = _existing(job, "data.source", Path(source))
+    if not path.is_file() or path.stat().st_size == 0:
+        raise job.refuse("data.source", f"{path} is not a file with rows", "name a JSONL file, one JSON object a line")
+
+
+def _check_reward(job: LoadedJob) -> None:
+    function = job.config.reward.function
+    if not function:
+        return
+    try:
+        from nereus.actors import reward_function  # may import the operator's code
+    except ImportError:
+        return
+    try:
+        reward_function.preflight(function)
+    except ConfigError as error:
+        raise job.refuse("reward.function", error.what, error.remedy) from None
+
+
+def _existing(job: LoadedJob, key: str, path: Path) -> Path:
+    if not path.exists():
+        raise job.refuse(key, f"{path} does not exist", f"relative paths start at the current directory, {Path.cwd()}")
+    return path
