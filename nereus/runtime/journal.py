@@ -1,10 +1,9 @@
 """What happened in this run, in order, so that it can be checked and continued?
 
-Owner: the supervisor appends; everybody else reads. One JSON object per line:
-``{"seq", "t", "record": {"kind", ...}}``. Invariants (tests/runtime/test_journal.py): ``seq`` counts from 0 without gaps
-over all attempts; ``t`` (seconds, on a monotonic clock that continues over attempts) never falls; a record is handed to
-the operating system before ``append`` returns, and is on disk before a checkpoint or the end of the run is reported; a
-failed write leaves no torn line behind.
+Owner: the supervisor appends; everybody else reads. One JSON object per line: ``{"seq", "t", "record": {"kind"}}``.
+Invariants (tests/runtime/test_journal.py): ``seq`` counts from 0 without gaps over all attempts; ``t`` (seconds, on a
+monotonic clock that continues over attempts) never falls; a record is with the operating system before ``append``
+returns, and on disk before a checkpoint or the end of the run is reported; a failed write leaves no torn line behind.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def configure_logs(
 
 def configure_worker(file: Path, *, log_format: Format = "text", level: str = "info", **bound: object) -> None:
     """Log a worker process to its own file only; its console belongs to the supervisor."""
-    configure_logs(file=file, log_format=log_format, level=level, **bound)
+    configure_logs(file=file, log_format=log_format, level=level, console=None, **bound)
 
 
 def reset_logs() -> None:
