@@ -28,42 +28,56 @@ class RunConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[run]``"""
 
     name: str = "run"
+    """Start of the run folder's name, and the run's name in logs and trackers."""
     dir: str = "runs"
     """Run folders are created below this one."""
     seed: NonNegative = 0
+    """Seed of sampling: each completion draws from a stream of its own made from this seed."""
     steps: Positive = 100
+    """How many training steps to make."""
     deterministic: bool = False
     """On-policy, reproducible: staleness 0, interrupt "wait", float64 allowed, batch in global sample order."""
     log_format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least urgent lines that are logged."""
 
 
 class ClusterConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[cluster]``"""
 
     slots: Positive = 4
+    """How many accelerators, or CPU processes that stand for one, the run may use."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """What a slot computes on."""
     transport: Literal["gloo", "nccl"] = "gloo"
+    """Library for collectives between trainer slots; nccl needs cuda."""
     threads_per_slot: Positive = 1
+    """CPU threads of each slot's process."""
     group_timeout_s: PositiveFloat = 60.0
+    """How long a collective may take before its peers count as lost."""
 
 
 class ModelConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[model]``: a Hugging Face folder, or a recipe that makes one (cached by content)."""
 
     path: str = ""
+    """A Hugging Face model folder with config.json, safetensors weights and a tokenizer."""
     recipe: str = ""
     """A recipe TOML, such as ``launchers/recipes/tiny_arithmetic.toml`` (see backends/torch/warmstart.py)."""
     cache: str = ".cache/models"
+    """Where models made from recipes are kept."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute dtype; masters and moments are float32 (float64 for float64)."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation; flash_attention_2 needs cuda and bfloat16."""
 
 
 class DataConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[data]``: ``reasoning_gym:NAME`` or a JSONL file."""
 
     source: str = "reasoning_gym:chain_sum"
+    """``reasoning_gym:NAME``, or the path of a JSONL file."""
     prompt_key: str = ""
     """Empty: found among prompt, question, messages."""
     answer_key: str = ""
@@ -71,7 +85,9 @@ class DataConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: Positive = 4096
     """How many rows to make (reasoning_gym) or to use at most (files)."""
     seed: NonNegative = 0
+    """Seed of the rows that reasoning_gym makes and of the shuffle."""
     shuffle: bool = True
+    """Draw rows in a random order, a new one for each pass over the data."""
     options: dict[str, Any] = {}
     """Passed to reasoning_gym.create_dataset."""
     template: str = "{prompt}"
@@ -88,7 +104,9 @@ class RewardConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True
     function: str = ""
     """``file.py:fn``, ``pkg.mod:fn``; empty with a reasoning_gym source: the task's own scorer."""
     workers: Positive = 1
+    """Processes that score."""
     timeout_s: PositiveFloat = 10.0
+    """A call that takes longer is killed with its process, and counts as a failure."""
     on_failure: Literal["zero", "none", "stop"] = "zero"
     """What an exception, a time-out or a value that is no number counts as: reward 0, no reward, or the run's end."""
 
@@ -97,18 +115,27 @@ class RolloutConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """``[rollout]``"""
 
     layout: str = "d2t1p1"
+    """Replicas, tensor and pipeline degrees of generation: ``d2t1p1`` is two units of one slot each."""
     backend: str = "torch"
+    """Generation engine; torch is the built-in one, for units of one slot."""
     group_size: Positive = 8
+    """Completions per prompt, 2 or more."""
     max_prompt_tokens: Positive = 256
+    """Longest prompt; longer ones are refused."""
     max_new_tokens: Positive = 64
+    """Longest completion."""
     max_live: Positive = 64
     """Sequences that one unit decodes at once."""
     temperature: PositiveFloat = 1.0
+    """Divides the logits, when sampling and when the trainer scores."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability."""
     top_k: NonNegative = 0
+    """Sample from this many most likely tokens; 0: all."""
     stop: list[str] = []
     """Strings whose last token ends a completion; each must be one token. The model's EOS always stops."""
     interrupt: Literal["keep", "wait", "abort"] = "keep"
+    """Sequences in flight when new weights come: go on, finish first, or start again from their prefix."""
     keep_rows: NonNegative = 8
     """Completions per step that are written to rollouts/ as text."""
 
@@ -119,35 +146,54 @@ class LossConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advantage: Literal["std", "mean"] = "std"
     """Group-relative: (r - mean) / (std + 1e-6), or r - mean."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """Ratios are clipped below 1 minus this."""
     clip_high: PositiveFloat = 0.28
+    """Ratios are clipped above 1 plus this."""
     normalize: Literal["token", "sequence"] = "token"
+    """Mean over all tokens of the step, or over sequences of each one's mean."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """KL to the reference model (k3 estimator); above 0 the reference model is loaded."""
     correction: Literal["decoupled", "truncated", "none"] = "decoupled"
     """Off-policy correction: decoupled PPO, truncated importance sampling, plain PPO against the behaviour policy."""
     correction_cap: PositiveFloat = 2.0
+    """Upper bound of the importance weight."""
     entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
 
 
 class TrainConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[train]``"""
 
     layout: str = "d1t1p1"
+    """Replicas, tensor and pipeline degrees of training: ``d1t2p1`` is one unit of two slots."""
     backend: str = "torch"
+    """Training engine."""
     groups_per_step: Positive = 8
+    """Prompts, with all their completions, in one training step."""
     minibatches: Positive = 1
     """Optimizer updates per step; each takes an equal share of the groups."""
     micro_batch_tokens: Positive = 4096
+    """Tokens packed into one forward pass; at least the longest prompt and completion."""
     recompute: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     learning_rate: PositiveFloat = 1e-4
+    """Highest learning rate, after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate goes from its highest value to ``min_learning_rate`` at the end of the run."""
     warmup_steps: NonNegative = 0
+    """Steps in which the learning rate rises linearly from 0."""
     min_learning_rate: Annotated[float, Meta(ge=0)] = 0.0
+    """Learning rate at the end of a cosine or linear schedule."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
     beta1: Decay = 0.9
+    """AdamW's decay of the first moment."""
     beta2: Decay = 0.95
+    """AdamW's decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
     loss: LossConfig = LossConfig()
 
 
@@ -164,26 +210,33 @@ class CheckpointConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=
     every: NonNegative = 50
     """Steps between checkpoints; 0: only at the end and on drain."""
     keep: Positive = 2
+    """How many of the newest checkpoints stay; an old one goes only after a new one is committed."""
 
 
 class BusConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[bus]``"""
 
     host: str = "127.0.0.1"
+    """Address to listen on; loopback keeps the bus on this host."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0: any free port."""
     heartbeat_s: PositiveFloat = 1.0
+    """A process that has nothing to say says so this often."""
     liveness_s: PositiveFloat = 15.0
+    """A process that is silent for this long counts as lost."""
     start_timeout_s: PositiveFloat = 180.0
+    """A process that is not ready after this long counts as lost."""
     window: Positive = 64
     """Unacknowledged messages to one peer."""
     max_message_bytes: Positive = 256 * 1024 * 1024
+    """Larger messages are refused."""
 
 
 class TrackConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[track]``"""
 
     tensorboard: bool = True
+    """Write event files for TensorBoard beside metrics.jsonl."""
     report: bool = True
     """Write report.html and PNG plots at the end."""
 

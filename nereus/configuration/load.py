@@ -53,14 +53,14 @@ def load_job(
             raise _unknown(name, COMMAND_LINE)
         _set(values, provenance, name, _parse(key, name, text), COMMAND_LINE)
     for name in _PATH_KEYS:
-        text = values.get(name, schema.keys()[name].default)
+        text = values.get(name, schema.settings()[name].default)
         origin = provenance.get(name, DEFAULT)
         values[name] = _absolute(
             name, text, origin, environment() if environ is None else environ, directory or Path.cwd()
         )
     job = LoadedJob(
         msgspec.convert(_nested(values), JobConfig),
-        {name: provenance.get(name, DEFAULT) for name in [*schema.keys(), *sorted(provenance)]},
+        {name: provenance.get(name, DEFAULT) for name in [*schema.settings(), *sorted(provenance)]},
     )
     rules.check(job)
     return job

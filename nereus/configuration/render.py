@@ -47,7 +47,7 @@ def to_toml(job: LoadedJob, *, provenance: bool = False) -> str:
     """Write the whole job description; ``provenance`` adds where each value that is not a default comes from."""
     lines: list[str] = []
     table = ""
-    for key in schema.keys().values():
+    for key in schema.settings().values():
         owner, _, name = key.name.rpartition(".")
         if owner != table:
             lines += ["", f"[{owner}]"] if lines else [f"[{owner}]"]
@@ -65,7 +65,7 @@ def _inside(job: LoadedJob, key: schema.Key) -> list[str]:
 
 def why(job: LoadedJob, name: str) -> str:
     """Explain one key: its value, where that comes from, its default and what it may hold."""
-    key = schema.keys()[name]
+    key = schema.settings()[name]
     origins = {inner: job.provenance[inner] for inner in _inside(job, key) if job.is_set(inner)}
     source = ", ".join(f"{inner} from {origin}" if inner != name else origin for inner, origin in origins.items())
     return (

@@ -202,8 +202,8 @@ def _no_effect(job: LoadedJob) -> Iterator[ConfigError]:
         "data.seed": (not made and not config.data.shuffle, "data.shuffle is false and the rows come from a file"),
     }
     for key, (idle, because) in without_effect.items():
-        if idle and setting(job, key) != schema.keys()[key].default:
+        if idle and setting(job, key) != schema.settings()[key].default:
             blamed = next(
-                name for name in job.provenance if schema.find(name) == schema.keys()[key] and job.is_set(name)
+                name for name in job.provenance if schema.find(name) == schema.settings()[key] and job.is_set(name)
             )
             yield job.refuse(blamed, f"this setting has no effect because {because}", "remove it, or change the other")

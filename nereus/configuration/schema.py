@@ -84,7 +84,7 @@ def walk(table: type[Struct] = JobConfig, prefix: str = "") -> Iterator[Key]:
 
 
 @functools.cache
-def keys() -> types.MappingProxyType[str, Key]:
+def settings() -> types.MappingProxyType[str, Key]:
     """Return all keys by their dotted names."""
     return types.MappingProxyType({key.name: key for key in walk()})
 
@@ -92,7 +92,7 @@ def keys() -> types.MappingProxyType[str, Key]:
 @functools.cache
 def tables() -> frozenset[str]:
     """Return the dotted names of all tables."""
-    return frozenset(name.rpartition(".")[0][:end] for name in keys() for end in _ends(name.rpartition(".")[0]))
+    return frozenset(name.rpartition(".")[0][:end] for name in settings() for end in _ends(name.rpartition(".")[0]))
 
 
 def _ends(name: str) -> Iterator[int]:
@@ -103,7 +103,7 @@ def _ends(name: str) -> Iterator[int]:
 def normalize(name: str) -> str:
     """Write a key as the structs do: ``train.learning-rate`` is ``train.learning_rate``. Free keys stay as they are."""
     plain = name.replace("-", "_")
-    for key in keys().values():
+    for key in settings().values():
         if key.is_free_table and plain.startswith(key.name + "."):
             return key.name + name[len(key.name) :]
     return plain
@@ -111,22 +111,22 @@ def normalize(name: str) -> str:
 
 def find(name: str) -> Key | None:
     """Return the key called ``name``, or the free table it is inside."""
-    if name in keys():
-        return keys()[name]
-    owners = (key for key in keys().values() if key.is_free_table and name.startswith(key.name + "."))
+    if name in settings():
+        return settings()[name]
+    owners = (key for key in settings().values() if key.is_free_table and name.startswith(key.name + "."))
     return next(owners, None)
 
 
 def nearest(name: str) -> str:
     """Return the remedy for an unknown key or table: the name that was probably meant."""
     if name in tables():
-        inner = [key for key in keys() if key.startswith(name + ".")]
+        inner = [key for key in settings() if key.startswith(name + ".")]
         return f"set one of its keys, such as {inner[0]}"
     table, _, last = name.rpartition(".")
-    siblings = [key for key in [*keys(), *sorted(tables())] if key.rpartition(".")[0] == table]
-    by_last = {key.rpartition(".")[2]: key for key in [*reversed(keys()), *siblings]}
+    siblings = [key for key in [*settings(), *sorted(tables())] if key.rpartition(".")[0] == table]
+    by_last = {key.rpartition(".")[2]: key for key in [*reversed(settings()), *siblings]}
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
-    close = close or difflib.get_close_matches(name, list(keys()), n=1, cutoff=0.85)
+    close = close or difflib.get_close_matches(name, list(settings()), n=1, cutoff=0.85)
     close = close or [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.75)]
     if close:
         return f"did you mean {close[0]}?"

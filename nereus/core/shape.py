@@ -1,7 +1,7 @@
 """How large is a language model, and into which layouts can it be cut?
 
-Values of the Llama family (Llama, Qwen2, Qwen3 ...): grouped-query attention and a gated feed-forward. No tensors: enough
-to refuse a layout and to count parameters before anything is built.
+Values of the Llama family (Llama, Qwen2, Qwen3 ...): grouped-query attention and a gated feed-forward. No tensors:
+enough to refuse a layout and to count parameters before anything is built.
 """
 
 from __future__ import annotations
