@@ -22,7 +22,7 @@ def piece_checksum(array: NDArray[Any]) -> str:
 
 
 def tensors_checksum(buffer: Any, specs: Iterable[TensorSpec], offsets: Mapping[str, int]) -> str:
-    """Return the checksum of whole tensors that lie row-major at ``offsets`` (bytes) of ``buffer``, any bytes-like object."""
+    """Return the checksum of whole tensors that lie row-major at ``offsets`` (bytes) of the bytes-like ``buffer``."""
     view = memoryview(buffer).cast("B")
     digests = {
         spec.name: xxhash.xxh3_64_digest(view[offsets[spec.name] : offsets[spec.name] + tensor_bytes(spec)])

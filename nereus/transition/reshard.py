@@ -132,7 +132,7 @@ def remainder(piece: Piece, holes: Iterable[Piece]) -> list[Piece]:
     """Return disjoint boxes that make up ``piece`` without the elements of any of ``holes``."""
     rest = [piece]
     for hole in holes:
-        rest = [part for box in rest for part in difference(box, hole)]
+        rest = [part for left in rest for part in difference(left, hole)]
     return rest
 
 
@@ -233,11 +233,13 @@ def _shares(specs: Sequence[TensorSpec], layers: int, pp: int, replicas: int) ->
     return shares
 
 
-def covers(specs: Iterable[TensorSpec], pieces: Iterable[Piece]) -> tuple[str, ...]:
-    """Return what keeps ``pieces`` from being an exact cover of ``specs``: one sentence a fault, none if it is one.
+def covers(specs: Sequence[TensorSpec], pieces: Sequence[Piece]) -> tuple[str, ...]:
+    """Return what keeps ``pieces`` from being an exact cover of ``specs``: one sentence a fault, none if it is one."""
+    return conflicts(specs, pieces) or missing(specs, pieces)
 
-    Faults: an unknown tensor, a piece out of bounds, elements covered twice, elements not covered.
-    """
+
+def conflicts(specs: Iterable[TensorSpec], pieces: Iterable[Piece]) -> tuple[str, ...]:
+    """Return which pieces cannot be right: of an unknown tensor, out of bounds, or overlapping another."""
     by_name = {spec.name: spec for spec in specs}
     problems: list[str] = []
     held: dict[str, list[Piece]] = defaultdict(list)
@@ -245,16 +247,23 @@ def covers(specs: Iterable[TensorSpec], pieces: Iterable[Piece]) -> tuple[str, .
         problem = _misfit(by_name.get(piece.name), piece)
         if problem:
             problems.append(problem)
-        else:
-            held[piece.name].append(piece)
-    for name, spec in by_name.items():
-        boxes = held[name]
-        for position, box in enumerate(boxes):
-            twice = [other for other in boxes[:position] if intersection(box, other)]
-            problems += [f"{name}: {_box(box)} overlaps {_box(other)}" for other in twice]
-        missing = sum(map(elements, remainder(whole(spec), boxes)))
-        if missing:
-            problems.append(f"{name}: {missing} of {math.prod(spec.shape)} elements are missing")
+            continue
+        twice = (other for other in held[piece.name] if intersection(piece, other))
+        problems += [f"{piece.name}: {box(piece)} overlaps {box(other)}" for other in twice]
+        held[piece.name].append(piece)
+    return tuple(problems)
+
+
+def missing(specs: Iterable[TensorSpec], pieces: Iterable[Piece]) -> tuple[str, ...]:
+    """Return which tensors ``pieces`` do not cover whole, and how many of their elements lack."""
+    held: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        held[piece.name].append(piece)
+    problems: list[str] = []
+    for spec in specs:
+        lacking = sum(map(elements, remainder(whole(spec), held[spec.name])))
+        if lacking:
+            problems.append(f"{spec.name}: {lacking} of {math.prod(spec.shape)} elements are missing")
     return tuple(problems)
 
 
@@ -268,12 +277,13 @@ def _misfit(spec: TensorSpec | None, piece: Piece) -> str | None:
     if spec is None:
         return f"{piece.name}: the model has no tensor of this name"
     if len(piece.start) != len(spec.shape) or len(piece.stop) != len(spec.shape):
-        return f"{piece.name}: piece {_box(piece)} has other dimensions than shape {spec.shape}"
+        return f"{piece.name}: piece {box(piece)} has other dimensions than shape {spec.shape}"
     inside = (0 <= low < high <= size for low, high, size in zip(piece.start, piece.stop, spec.shape, strict=True))
-    return None if all(inside) else f"{piece.name}: piece {_box(piece)} is empty or out of bounds of shape {spec.shape}"
+    return None if all(inside) else f"{piece.name}: piece {box(piece)} is empty or out of bounds of shape {spec.shape}"
 
 
-def _box(piece: Piece) -> str:
+def box(piece: Piece) -> str:
+    """Return the bounds of ``piece`` as text, such as ``[0:4, 2:8]``."""
     return "[" + ", ".join(f"{low}:{high}" for low, high in zip(piece.start, piece.stop, strict=False)) + "]"
 
 
@@ -290,9 +300,7 @@ def offsets_of(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
 # From layout to layout
 
 
-def moves(
-    specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], target: Sequence[Emu]
-) -> tuple[Move, ...]:
+def moves(specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], target: Sequence[Emu]) -> tuple[Move, ...]:
     """Return the copies that give every slot of ``target`` its pieces, from slots of ``source``.
 
     What a slot holds already is not moved; every other element comes exactly once. The sender is the one with the
@@ -308,8 +316,8 @@ def moves(
             held[piece].append(slot)
             resident[slot].append(piece)
         for slot, piece in _holders(spec, layers, target):
-            for box in remainder(piece, resident[slot]):
-                result += _fetch(spec, box, slot, held, sent)
+            for part in remainder(piece, resident[slot]):
+                result += _fetch(spec, part, slot, held, sent)
             resident[slot].append(piece)
     return tuple(result)
 
@@ -329,14 +337,14 @@ def _holders(spec: TensorSpec, layers: int, emus: Sequence[Emu]) -> Iterator[tup
 
 
 def _fetch(
-    spec: TensorSpec, box: Piece, slot: SlotId, held: Mapping[Piece, Sequence[SlotId]], sent: dict[SlotId, int]
+    spec: TensorSpec, lacking: Piece, slot: SlotId, held: Mapping[Piece, Sequence[SlotId]], sent: dict[SlotId, int]
 ) -> Iterator[Move]:
-    wanted = [box]
+    wanted = [lacking]
     while wanted:
         part = wanted.pop()
         parts = [(common, piece) for piece in held if (common := intersection(part, piece))]
         if not parts:
-            raise ValueError(f"no slot of the source holds {part.name} {_box(part)}, which slot {slot} needs")
+            raise ValueError(f"no slot of the source holds {part.name} {box(part)}, which slot {slot} needs")
         largest = max(elements(common) for common, _ in parts)
         sender, common = min(
             (min(held[piece], key=lambda holder: (sent[holder], holder)), common)
