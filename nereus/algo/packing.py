@@ -108,7 +108,7 @@ def _equal_shapes(order: list[int], lengths: Sequence[int], replicas: int, budge
 
 
 def _assign(micro_batches: list[MicroBatch], replicas: int) -> Packing:
-    """Give each replica equally many micro-batches, the costliest first to the least loaded one; fill up with dummies."""
+    """Give each replica equally many micro-batches: the costliest first, to the least loaded; fill up with dummies."""
     count = _round_up(len(micro_batches), replicas) // replicas
     shares: list[list[MicroBatch]] = [[] for _ in range(replicas)]
     for micro in sorted(micro_batches, key=lambda micro: (-micro.tokens, micro.samples)):
