@@ -1,0 +1,229 @@
+"""What stands in for devices when only the orchestration is of interest?
+
+Backends that keep the contracts of ``api.py`` without torch: the policy is one vector whose elements all equal the
+policy version, a completion takes loop time per token, and training adds one. They run in the real actors, on real or
+virtual time. Owner: tests and the simulator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from nereus.actors.checksum import piece_checksum, tensors_checksum
+from nereus.algo.sampler import SampleOrder
+from nereus.backends.api import Completion, Interrupt, SampleRequest, TrainBatch
+from nereus.bus.endpoint import Delivery, PeerGone
+from nereus.bus.messages import Message, PullFrom, Refused, Score, Scored, StepReport
+from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
+from nereus.errors import TransitionError
+from nereus.transition.reshard import Piece, TensorSpec, piece_of, publication
+
+SPECS = (
+    TensorSpec("embed", (8, 4), "float32", split=0, layer=-1),
+    TensorSpec("layers.0.weight", (8, 4), "float32", split=0, layer=0),
+    TensorSpec("layers.1.weight", (8, 4), "float32", split=1, layer=1),
+    TensorSpec("norm", (4,), "float32"),
+)
+LAYERS = 2
+
+
+class Pace(Struct, frozen=True):
+    """How long things take, in seconds."""
+
+    token_s: float = 0.01
+    train_s: float = 0.5
+    switch_s: float = 0.02
+    longest_tokens: int = 32
+
+
+def length_of(seed: tuple[int, int, int], longest: int) -> int:
+    """Return the length of the completion of a sample stream: 1 to ``longest`` tokens."""
+    run, group, index = seed
+    return 1 + SampleOrder(longest, run, shuffle=True).row((group * 31 + index) % (1 << 30))
+
+
+class FakeRollout:
+    """A ``RolloutBackend`` that produces tokens by the clock."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._version = -1
+        self._open = asyncio.Condition()
+        self._live = 0
+        self._switching = False
+
+    async def start(self, model: Path, *, emu: Emu, slot: SlotId) -> None:
+        await asyncio.sleep(self._pace.switch_s)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: SampleRequest) -> Completion:
+        async with self._open:
+            await self._open.wait_for(lambda: self._version >= 0 and not self._switching)
+            self._live += 1
+        try:
+            count = min(request.max_new_tokens, length_of(request.seed, self._pace.longest_tokens))
+            versions = []
+            for _ in range(count):
+                versions.append(self._version)
+                await asyncio.sleep(self._pace.token_s)
+        finally:
+            self._live -= 1
+            async with self._open:
+                self._open.notify_all()
+        return Completion(
+            request.id,
+            np.full(count, 3, np.int32),
+            np.full(count, -0.5, np.float32),
+            np.array(versions, np.int32),
+            "stop",
+        )
+
+    async def switch(self, source: PullFrom, *, interrupt: Interrupt) -> int:
+        interrupted = self._live
+        if interrupt == "wait":
+            self._switching = True
+            async with self._open:
+                await self._open.wait_for(lambda: self._live == 0)
+        await asyncio.sleep(self._pace.switch_s)
+        values = self._read(source)
+        if set(values.tolist()) != {float(source.version)}:
+            raise TransitionError(f"version {source.version} holds {set(values.tolist())}")
+        self._version, self._switching = source.version, False
+        async with self._open:
+            self._open.notify_all()
+        return interrupted
+
+    def stats(self) -> dict[str, float]:
+        return {"live": self._live}
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def _read(self, source: PullFrom) -> NDArray[np.float32]:
+        with Path(source.path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+            if tensors_checksum(memoryview(memory), source.tensors, source.offsets) != source.checksum:
+                raise TransitionError(f"version {source.version} does not have the checksum {source.checksum}")
+            parts = [
+                np.frombuffer(memory[source.offsets[spec.name] :][: 4 * int(np.prod(spec.shape))], np.float32).copy()
+                for spec in source.tensors
+            ]
+        return np.concatenate(parts)
+
+
+class FakeTrainer:
+    """A ``TrainerBackend`` whose policy counts its updates."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._value = 0.0
+        self._pieces: tuple[Piece, ...] = ()
+        self._held: tuple[Piece, ...] = ()
+        self._slot = -1
+        self._lead = False
+
+    def assign(self, emu: Emu, plan: Plan, slot: SlotId, *, store: str) -> None:
+        units = plan.of(POLICY_TRAINING)
+        index = emu.slots.index(slot)
+        self._slot = slot
+        self._lead = units[0].slots[0] == slot
+        self._pieces = publication(SPECS, LAYERS, emu.layout, index, units.index(emu), len(units))
+        held = (piece_of(spec, LAYERS, emu.layout, index) for spec in SPECS)
+        self._held = tuple(piece for piece in held if piece is not None) if units[0] == emu else ()
+
+    def load(self, source: Path) -> int:
+        state = source / "fake-value.json"
+        manifest = source / "manifest.json"
+        if manifest.exists():
+            extra = json.loads(manifest.read_bytes())["extra"]
+            self._value = float(extra["version"])
+            return int(extra["step"])
+        self._value = json.loads(state.read_text()) if state.exists() else 0.0
+        return 0
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return SPECS
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {"lm_head": "embed"}
+
+    def share(self, batch: TrainBatch | None) -> TrainBatch:
+        if batch is not None:
+            return batch
+        none, ints = np.zeros(0), np.zeros(0, np.int32)
+        return TrainBatch(0, 0, ints, ints, ints, none, ints, none.astype(np.float32), ints)
+
+    def train(self, batch: TrainBatch) -> StepReport:
+        self._value += 1.0
+        metrics = {"reward/mean": float(np.nanmean(batch.rewards)), "loss": 0.0} if len(batch.rewards) else {}
+        tokens = int(batch.lengths.sum() + batch.prompt_lengths.sum())
+        return StepReport(batch.step, batch.version, self._pace.train_s, tokens, metrics)
+
+    def publication(self) -> Sequence[Piece]:
+        return self._pieces
+
+    def write(self, pieces: Sequence[Piece], path: Path, offsets: dict[str, int]) -> list[str]:
+        shapes = {spec.name: spec.shape for spec in SPECS}
+        checksums = []
+        for piece in pieces:
+            target = np.memmap(path, np.float32, "r+", offsets[piece.name], shapes[piece.name])
+            box = tuple(slice(start, stop) for start, stop in zip(piece.start, piece.stop, strict=True))
+            target[box] = self._value
+            target.flush()
+            checksums.append(piece_checksum(np.ascontiguousarray(target[box])))
+        return checksums
+
+    def save(self, folder: Path, step: int) -> bytes:
+        content = json.dumps(self._value).encode()
+        name = f"slot-{self._slot}.json"
+        (folder / name).write_bytes(content)
+        return json.dumps({"file": name, "size": len(content), "checksum": xxhash.xxh3_64_hexdigest(content)}).encode()
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class FakeReward:
+    """An actor that scores a completion by its place in the group."""
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Score(completions=completions):
+                count = len(completions)
+                return Scored(tuple(index / max(1, count - 1) for index in range(count)))
+            case other:
+                return Refused(f"the fake reward service does not understand {type(other).__name__}")
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Nothing is kept for a peer."""
+
+    async def background(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class FakeText:
+    """A ``TextCodec`` for which every prompt is as many tokens as it has characters."""
+
+    stop_token_ids = (0,)
+
+    def encode(self, prompt: object) -> NDArray[np.int32]:
+        return np.arange(1, 1 + len(str(prompt)), dtype=np.int32)
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        return " ".join(map(str, tokens.tolist()))

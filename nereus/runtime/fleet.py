@@ -1,0 +1,113 @@
+"""Which workers does the run have, and what is each of them doing?
+
+Owner: the supervisor's registry of slots and units. Pure bookkeeping: no I/O.
+
+Invariants (tests/runtime/test_fleet.py): a worker has one current incarnation; what an older one says is ignored; a
+replacement starts from nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nereus.actors.names import RELAY, REWARD, slot_worker
+from nereus.bus.messages import Hello, Peer
+from nereus.core.plan import POLICY_WEIGHTS, Emu, Plan, PolicyVersion
+
+
+class State(enum.Enum):
+    """The life of a worker, in order."""
+
+    STARTING = "starting"
+    JOINED = "joined"
+    BUILDING = "building"
+    READY = "ready"
+    LIVE = "live"
+    """A rollout unit that serves weights."""
+    GONE = "gone"
+
+
+@dataclass
+class Worker:
+    """One worker of the run and its present incarnation."""
+
+    name: str
+    emu: Emu | None = None
+    state: State = State.STARTING
+    incarnation: str = ""
+    host: str = ""
+    pid: int = 0
+    service: str = ""
+    version: PolicyVersion | None = None
+    """What a rollout unit serves."""
+    switching: PolicyVersion | None = None
+    """What it was last told to switch to."""
+    fault: str = ""
+    restarts: int = 0
+    running: set[int] = field(default_factory=set)
+    """Groups granted to it that are not yet accepted."""
+
+    @property
+    def role(self) -> str:
+        return str(self.emu.model_stage) if self.emu is not None else self.name.rpartition("-")[0]
+
+
+class Fleet:
+    """All workers by name."""
+
+    def __init__(self, workers: dict[str, Emu | None]) -> None:
+        self._workers = {name: Worker(name, emu) for name, emu in workers.items()}
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Fleet:
+        """Name the workers that ``plan`` needs: the relay, the reward service, and one process per slot."""
+        slots: dict[str, Emu | None] = {
+            slot_worker(slot): emu for emu in plan.emus if emu.model_stage != POLICY_WEIGHTS for slot in emu.slots
+        }
+        return cls({RELAY: plan.of(POLICY_WEIGHTS)[0], REWARD: None, **slots})
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._workers
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def of(self, stage: object) -> list[Worker]:
+        """Return the workers whose unit belongs to a model-stage."""
+        return [worker for worker in self if worker.emu is not None and worker.emu.model_stage == stage]
+
+    def joined(self, hello: Hello) -> Worker:
+        """Take note of a new incarnation; everything known of the older one is forgotten."""
+        worker = self._workers[hello.worker]
+        worker.state = State.JOINED
+        worker.incarnation = hello.incarnation
+        worker.host, worker.pid, worker.service = hello.host, hello.pid, hello.service
+        worker.version = worker.switching = None
+        worker.fault = ""
+        worker.running.clear()
+        return worker
+
+    def lost(self, name: str) -> set[int]:
+        """Mark a worker gone and return the groups it was working on."""
+        worker = self._workers[name]
+        worker.state = State.GONE
+        running, worker.running = worker.running, set()
+        return running
+
+    def missing(self, *, at_least: State) -> list[str]:
+        """Return the names of the workers that have not come as far as ``at_least``."""
+        order = list(State)
+        return [
+            worker.name
+            for worker in self
+            if worker.state is State.GONE or order.index(worker.state) < order.index(at_least)
+        ]
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the addresses of all servers that have joined."""
+        return tuple(Peer(worker.name, worker.service) for worker in self if worker.service)

@@ -1,0 +1,344 @@
+"""How is a run put together on this machine? Model, keys, bus, store, processes, journal, display: then the supervisor.
+
+Owner: the supervisor process. Everything opened here is closed here, in reverse order, however the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import structlog
+import xxhash
+from rich.console import Console
+
+from nereus.actors.names import SUPERVISOR
+from nereus.algo.sampler import Cursor
+from nereus.bus.keys import ensure_keys
+from nereus.bus.messages import StepReport
+from nereus.bus.zeromq import ZmqServer
+from nereus.config import JobConfig
+from nereus.core.plan import Plan
+from nereus.errors import CheckpointError, ConfigError, NereusError
+from nereus.runtime import journal as record
+from nereus.runtime.checkpoints import CheckpointStore
+from nereus.runtime.dataset import Dataset, open_dataset
+from nereus.runtime.display import Display, StepView, WorkerView, make_display
+from nereus.runtime.fleet import Fleet, State, Worker
+from nereus.runtime.folder import RunFolder
+from nereus.runtime.journal import Journal, read_journal, replay
+from nereus.runtime.logs import configure_logs
+from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
+from nereus.runtime.placement import initial_plan
+from nereus.runtime.processes import Exited, LocalProcesses
+from nereus.runtime.summary import Summary, summarize
+from nereus.runtime.supervisor import Origin, Outcome, RunFailed, Supervisor
+
+RESOLVED = "resolved.json"
+"""The configuration as the workers read it, in the run folder's configs/."""
+
+STORE_START_TIMEOUT_S = 60.0
+STATES = {
+    State.STARTING: "starting",
+    State.JOINED: "starting",
+    State.BUILDING: "loading",
+    State.READY: "ready",
+    State.LIVE: "generating",
+    State.GONE: "lost",
+}
+
+log = structlog.get_logger()
+
+
+async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None, local_workers: bool) -> int:
+    """Run a job to its end; return the exit code. Failures are ``NereusError`` with the whole explanation."""
+    configure_logs(
+        file=folder.logs / "supervisor.log",
+        log_format=config.run.log_format,
+        level=config.run.log_level,
+        run=folder.name,
+    )
+    console = Console()
+    display = make_display(console, run=folder.name, steps=config.run.steps)
+    folder.write_status("starting")
+    display.start()
+    outcome = Outcome("", finished=False)
+    failure: NereusError | None = None
+    try:
+        outcome = await _Assembly(config, folder, display, local_workers=local_workers).run(resume)
+    except NereusError as error:
+        failure = error
+    finally:
+        reason = str(failure) if failure else outcome.reason or "interrupted"
+        status = read_progress(folder)
+        state = "failed" if failure else "finished" if outcome.finished else "stopped"
+        folder.write_status(state, step=status.step, version=status.version, reason=reason)
+        display.close(_summary(folder, status, reason, ok=failure is None), _paths(folder, config))
+    if failure:
+        log.error("run failed", reason=str(failure))
+        raise failure
+    return 0
+
+
+def read_progress(folder: RunFolder) -> record.Progress:
+    """Return how far the run has come by its journal."""
+    if not folder.journal.exists():
+        return record.Progress()
+    return replay(read_journal(folder.journal).entries)
+
+
+def _summary(folder: RunFolder, progress: record.Progress, reason: str, *, ok: bool) -> Summary:
+    return summarize(read_metrics(folder.metrics), progress, run=folder.name, outcome=reason, ok=ok)
+
+
+def _paths(folder: RunFolder, config: JobConfig) -> list[tuple[str, str]]:
+    """Write the report and say where what lies."""
+    paths = [("run folder", str(folder.path))]
+    if config.track.report and folder.metrics.exists() and folder.metrics.stat().st_size:
+        from nereus.runtime.report import write_report
+
+        paths.append(("report", str(write_report(folder.path))))
+    return paths
+
+
+class _Assembly:
+    """The parts of one run."""
+
+    def __init__(self, config: JobConfig, folder: RunFolder, display: Display, *, local_workers: bool) -> None:
+        self._config = config
+        self._folder = folder
+        self._display = display
+        self._local_workers = local_workers
+
+    async def run(self, checkpoint: Path | None) -> Outcome:
+        """Prepare, run, and tear down."""
+        config, folder = self._config, self._folder
+        async with contextlib.AsyncExitStack() as stack:
+            dataset = open_dataset(config.data)
+            self._display.event(dataset.description)
+            checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
+            origin = self._origin(checkpoint, dataset)
+            if origin is None:
+                origin = Origin(await self._model())
+            plan = initial_plan(config)
+            journal = Journal(folder.journal)
+            stack.callback(journal.close)
+            journal.append(self._run_started(origin, dataset))
+            resolved = folder.configs / RESOLVED
+            resolved.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+
+            names = sorted({worker.name for worker in Fleet.of_plan(plan)})
+            ensure_keys(folder.keys, [SUPERVISOR, *names])
+            endpoint = await ZmqServer.bind(
+                SUPERVISOR, host=config.bus.host, port=config.bus.port, keys=folder.keys, settings=bus_settings(config)
+            )
+            stack.push_async_callback(endpoint.close)
+            processes = LocalProcesses(folder.logs)
+            stack.push_async_callback(processes.stop, grace_s=2.0)
+            store = await self._start_store(processes, plan)
+            observer = _Observer(config, folder, self._display)
+            stack.callback(observer.close)
+            supervisor = Supervisor(
+                config,
+                plan,
+                run_id=folder.name,
+                store=store,
+                origin=origin,
+                endpoint=endpoint,
+                launcher=self._launcher(processes, endpoint.address, plan),
+                journal=journal,
+                dataset=dataset,
+                checkpoints=checkpoints,
+                observer=observer,
+            )
+            self._catch_signals(supervisor, stack)
+            folder.write_status("running", step=origin.step, version=origin.version)
+            self._display.status("starting workers")
+            outcome: Outcome | None = None
+            try:
+                outcome = await supervisor.run()
+                return outcome
+            finally:
+                error = sys.exception()
+                reason = outcome.reason if outcome else str(error)
+                self._display.status("stopping workers")
+                await supervisor.leave(reason)
+                journal.append(record.RunEnded(reason=reason, ok=outcome is not None))
+
+    def _origin(self, checkpoint: Path | None, dataset: Dataset) -> Origin | None:
+        """Return what a resumed run goes on from."""
+        if checkpoint is None:
+            return None
+        extra = CheckpointStore(checkpoint.parent, keep=self._config.checkpoint.keep).read(checkpoint)
+        if extra["data"] != dataset.fingerprint:
+            raise ConfigError(
+                "the data set is not the one that the checkpoint was trained on",
+                where="data.source",
+                remedy="restore the data set, or start a new run from an exported model",
+            )
+        self._display.event(f"going on from {checkpoint} (step {extra['step']})")
+        cursor = msgspec.convert(extra["cursor"], Cursor)
+        return Origin(checkpoint, extra["step"], extra["version"], cursor)
+
+    async def _model(self) -> Path:
+        """Return the model folder; a recipe is made first, by a process of its own (this one imports no torch)."""
+        model = self._config.model
+        if model.path:
+            return Path(model.path)
+        self._display.status("making the model")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "nereus.backends.torch.warmstart",
+            model.recipe,
+            model.cache,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        last = ""
+        try:
+            async for line in process.stdout:
+                last = line.decode().strip()
+                self._display.event(last)
+            complaint = (await process.stderr.read()).decode().strip()
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if code == 2:
+            raise ConfigError(complaint.splitlines()[-1], where="model.recipe", remedy="correct the recipe")
+        if code:
+            raise NereusError(f"the recipe {model.recipe} failed: {complaint.splitlines()[-1] if complaint else code}")
+        return Path(last)
+
+    def _run_started(self, origin: Origin, dataset: Dataset) -> record.RunStarted:
+        from time import time
+
+        return record.RunStarted(
+            run=self._folder.name,
+            attempt=self._folder.attempt,
+            config=xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._config, order="deterministic")),
+            data=dataset.fingerprint,
+            seed=self._config.run.seed,
+            wall=time(),
+            step=origin.step,
+            version=origin.version,
+            cursor=origin.cursor.frontier,
+        )
+
+    async def _start_store(self, processes: LocalProcesses, plan: Plan) -> str:
+        """Start the rendezvous store of the process groups; return ``host:port``."""
+        arguments = ["nereus.backends.torch.store", "--host", self._config.bus.host, "--port", "0"]
+        line = await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
+        announced = json.loads(line)
+        return f"{announced['host']}:{announced['port']}"
+
+    def _launcher(self, processes: LocalProcesses, address: str, plan: Plan) -> _WorkerLauncher:
+        return _WorkerLauncher(processes, self._folder, address)
+
+    def _catch_signals(self, supervisor: Supervisor, stack: contextlib.AsyncExitStack) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, supervisor.interrupt, signal.Signals(number).name)
+            stack.callback(loop.remove_signal_handler, number)
+
+
+class _WorkerLauncher:
+    """Starts workers of one run as local processes."""
+
+    def __init__(self, processes: LocalProcesses, folder: RunFolder, address: str) -> None:
+        self._processes = processes
+        self._folder = folder
+        self._address = address
+
+    @property
+    def exits(self) -> asyncio.Queue[Exited]:
+        return self._processes.exits
+
+    async def start(self, worker: str) -> int:
+        arguments = ["--run", str(self._folder.path), "--attempt", str(self._folder.attempt), "--worker", worker]
+        return await self._processes.start(
+            worker, ["nereus.runtime.worker", *arguments, "--supervisor", self._address]
+        )
+
+    def kill(self, worker: str) -> None:
+        self._processes.kill(worker)
+
+    async def wait(self, *, timeout_s: float) -> tuple[str, ...]:
+        return await self._processes.wait(timeout_s=timeout_s)
+
+    async def stop(self, *, grace_s: float) -> None:
+        await self._processes.stop(grace_s=grace_s)
+
+
+class _Observer:
+    """Passes what the supervisor reports on to metrics.jsonl, STATUS and the display."""
+
+    def __init__(self, config: JobConfig, folder: RunFolder, display: Display) -> None:
+        self._config = config
+        self._folder = folder
+        self._display = display
+        before = read_metrics(folder.metrics)
+        self._wall_before = before[-1]["wall_s"] if before else 0.0
+        self._began = asyncio.get_running_loop().time()
+        trackers = [lambda: TensorBoard(folder.tensorboard)] if config.track.tensorboard else []
+        self._metrics = MetricsWriter(folder.metrics, trackers)
+
+    def step(self, report: StepReport, metrics: dict[str, float]) -> None:
+        wall_s = self._wall_before + asyncio.get_running_loop().time() - self._began
+        self._metrics.write(report.step, report.version, wall_s, metrics)
+        self._folder.write_status("running", step=report.step + 1, version=report.version + 1)
+        self._display.status("training")
+        get = metrics.get
+        nan = float("nan")
+        self._display.step(
+            StepView(
+                step=report.step + 1,
+                steps=self._config.run.steps,
+                version=report.version + 1,
+                reward=get("reward/mean", nan),
+                reward_std=get("reward/std", nan),
+                response_length=get("response_length/mean", nan),
+                staleness_mean=get("staleness/mean", nan),
+                staleness_max=get("staleness/max", nan),
+                tokens_per_s=get("perf/tokens_per_s", nan),
+                grad_norm=get("optim/grad_norm", nan),
+                step_s=get("timing_s/step", nan),
+                wait_s=get("timing_s/wait_for_batch", nan),
+            )
+        )
+        if get("mismatch/first_step_ratio_error", 0.0) > 1e-3:
+            self._display.event(
+                "the trainer and the sampler disagree on the first, on-policy step (ratio off by "
+                f"{metrics['mismatch/first_step_ratio_error']:.2g}): check temperature, dropout, masks, stale weights",
+                "warning",
+            )
+        if report.skipped:
+            self._display.event(f"step {report.step + 1}: a gradient was not finite; no rank updated", "warning")
+
+    def fleet(self, workers: Iterable[Worker]) -> None:
+        self._display.workers(
+            [
+                WorkerView(
+                    worker=worker.name,
+                    role=worker.emu.id if worker.emu else "reward service",
+                    state=STATES[worker.state],
+                    version=worker.version,
+                    detail=f"{len(worker.running)} groups" if worker.running else "",
+                )
+                for worker in workers
+            ]
+        )
+
+    def note(self, text: str) -> None:
+        self._display.event(text)
+
+    def close(self) -> None:
+        self._metrics.close()

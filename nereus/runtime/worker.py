@@ -1,0 +1,129 @@
+"""How does a worker process come up, join its run and leave?
+
+Owner: the supervisor starts it as ``python -m nereus.runtime.worker``. It opens its own server endpoint, connects to the
+supervisor under its own key, says ``Hello``, and hosts the actor that its name stands for: ``slot-N`` a slot,
+``weights-N`` the weight-sync relay, ``reward-N`` the reward service.
+
+Invariant (tests/live): it leaves with code 0 after ``Shutdown``, with code 1 and one line on its log after a failure,
+and never outlives the supervisor that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+
+import structlog
+
+from nereus.actors.host import Actor, host
+from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_of
+from nereus.actors.slot import SlotActor
+from nereus.bus.endpoint import Endpoint
+from nereus.bus.loop import run
+from nereus.bus.messages import Hello, Welcome
+from nereus.bus.zeromq import ZmqClient, ZmqServer
+from nereus.config import JobConfig
+from nereus.errors import ConfigError, NereusError, ProtocolError
+from nereus.runtime.folder import RunFolder
+from nereus.runtime.logs import configure_worker
+
+PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ZmqWiring:
+    """Opens authenticated client endpoints for one worker."""
+
+    def __init__(self, worker: str, incarnation: str, keys: Path, config: JobConfig) -> None:
+        self._worker = worker
+        self._incarnation = incarnation
+        self._keys = keys
+        self._config = config
+
+    async def connect(self, server: str, address: str) -> Endpoint:
+        return await ZmqClient.connect(
+            self._worker,
+            server=server,
+            address=address,
+            keys=self._keys,
+            incarnation=self._incarnation,
+            settings=bus_settings(self._config),
+        )
+
+
+async def work(paths: RunPaths, worker: str, supervisor: str) -> int:
+    """Join the run and serve until told to leave."""
+    config = msgspec.json.decode((paths.configs / RESOLVED).read_bytes(), type=JobConfig)
+    configure_worker(
+        paths.logs / f"{worker}.log",
+        log_format=config.run.log_format,
+        level=config.run.log_level,
+        run=paths.name,
+        worker=worker,
+    )
+    setproctitle(f"nereus {paths.name} {worker}")
+    incarnation = uuid.uuid4().hex[:12]
+    wiring = ZmqWiring(worker, incarnation, paths.keys, config)
+    service = await ZmqServer.bind(worker, host=config.bus.host, port=0, keys=paths.keys, settings=bus_settings(config))
+    try:
+        control = await wiring.connect(SUPERVISOR, supervisor)
+        try:
+            hello = Hello(worker, incarnation, socket.gethostname(), os.getpid(), service.address)
+            welcome = await control.request(SUPERVISOR, hello, timeout_s=config.bus.start_timeout_s)
+            if not isinstance(welcome, Welcome):
+                raise ProtocolError(f"the supervisor answered Hello with {type(welcome).__name__}")
+            actor = _actor(worker, paths, config, control, service, wiring)
+            return await host(actor, control, [service])
+        finally:
+            await control.close()
+    finally:
+        await service.close()
+
+
+def _actor(
+    worker: str, paths: RunPaths, config: JobConfig, control: Endpoint, service: Endpoint, wiring: Wiring
+) -> Actor:
+    slot = slot_of(worker)
+    if slot is not None:
+        return SlotActor(slot, config, control, wiring, paths.rollouts)
+    if worker == RELAY:
+        return WeightsActor(Relay(paths.name, worker), control, service)
+    if worker == REWARD:
+        return RewardActor(config, service)
+    raise ConfigError(f"there is no kind of worker {worker!r}", where="--worker", remedy="use slot-N, weights-0, reward-0")
+
+
+def main() -> None:
+    """Entry of ``python -m nereus.runtime.worker``."""
+    parser = argparse.ArgumentParser(description="One worker process of a run; started by the supervisor.")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--supervisor", required=True)
+    given = parser.parse_args()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor alone decides when to drain
+    try:
+        code = run(work(RunPaths(given.run, given.attempt), given.worker, given.supervisor))
+    except (NereusError, TimeoutError) as error:
+        log.error("leaving", reason=str(error))
+        print(f"{given.worker}: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""How can a whole run live in one process? The real supervisor and the real actors on the in-process bus.
+
+Only devices, rewards and processes are stand-ins (``backends/fake.py``). A worker "process" is a task group that ``kill``
+cancels without a word to anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from nereus.actors.host import Actor, host
+from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_of
+from nereus.actors.rollout import RolloutActor
+from nereus.actors.trainer import TrainerActor
+from nereus.actors.weights import Relay, WeightsActor
+from nereus.backends.fake import FakeReward, FakeRollout, FakeText, FakeTrainer, Pace
+from nereus.bus.endpoint import Endpoint
+from nereus.bus.memory import MemoryBus
+from nereus.bus.messages import Hello, StepReport
+from nereus.bus.session import Settings
+from nereus.config import JobConfig
+from nereus.core.plan import Plan, Stage
+from nereus.errors import NereusError
+from nereus.runtime.checkpoints import CheckpointStore
+from nereus.runtime.dataset import open_dataset
+from nereus.runtime.fleet import Worker
+from nereus.runtime.journal import Journal
+from nereus.runtime.placement import initial_plan
+from nereus.runtime.processes import Exited
+from nereus.runtime.supervisor import Origin, Outcome, Supervisor
+
+SETTINGS = Settings(heartbeat_s=1.0, liveness_s=5.0)
+
+
+class World:
+    """One run in one process."""
+
+    def __init__(self, config: JobConfig, folder: Path, *, origin: Origin | None = None, pace: Pace | None = None) -> None:
+        self.config = config
+        self.folder = folder
+        self.pace = pace or Pace()
+        self.bus = MemoryBus(SETTINGS)
+        self.plan: Plan = initial_plan(config)
+        self.exits: asyncio.Queue[Exited] = asyncio.Queue()
+        self.steps: list[tuple[StepReport, dict[str, float]]] = []
+        self.notes: list[str] = []
+        self.on_step: Callable[[int], None] = lambda step: None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._endpoints: dict[str, list[Endpoint]] = {}
+        self._pids = itertools.count(100)
+        loop = asyncio.get_running_loop()
+        self.journal = Journal(folder / "journal.jsonl", clock=loop.time)
+        self.checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+        self.supervisor = Supervisor(
+            config,
+            self.plan,
+            run_id="virtual",
+            store="",
+            origin=origin or Origin(folder),
+            endpoint=self.bus.server(SUPERVISOR),
+            launcher=self,
+            journal=self.journal,
+            dataset=open_dataset(config.data),
+            checkpoints=self.checkpoints,
+            observer=self,
+        )
+
+    async def run(self) -> Outcome:
+        """Run to the end and leave nothing behind."""
+        try:
+            return await self.supervisor.run()
+        finally:
+            await self.supervisor.leave("the test is over")
+            self.journal.close()
+
+    # Launcher
+
+    async def start(self, worker: str) -> int:
+        pid = next(self._pids)
+        self._tasks[worker] = asyncio.create_task(self._process(worker, pid), name=worker)
+        return pid
+
+    def kill(self, worker: str) -> None:
+        """Let a worker vanish."""
+        if worker in self._tasks:
+            for endpoint in self._endpoints.pop(worker, []):
+                endpoint.abort()  # type: ignore[attr-defined]
+            self._tasks[worker].cancel()
+
+    async def wait(self, *, timeout_s: float) -> tuple[str, ...]:
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=timeout_s)
+        return tuple(sorted(self._tasks))
+
+    async def stop(self, *, grace_s: float) -> None:
+        for worker in tuple(self._tasks):
+            self.kill(worker)
+        await self.wait(timeout_s=grace_s)
+
+    async def _process(self, worker: str, pid: int) -> None:
+        code = 1
+        try:
+            service = self.bus.server(worker)
+            control = self.bus.client(worker, server=SUPERVISOR)
+            self._endpoints[worker] = [service, control]
+            await asyncio.sleep(0.2)
+            hello = Hello(worker, control.incarnation, "here", pid, worker)
+            await control.request(SUPERVISOR, hello, timeout_s=30)
+            code = await host(self._actor(worker, control, service), control, [service])
+            await control.close()
+            await service.close()
+        except asyncio.CancelledError:
+            code = -9
+        except NereusError as error:
+            self.notes.append(f"{worker}: {error}")
+            for endpoint in self._endpoints.pop(worker, []):
+                endpoint.abort()  # type: ignore[attr-defined]
+        finally:
+            self._tasks.pop(worker, None)
+            self.exits.put_nowait(Exited(worker, pid, code))
+
+    def _actor(self, worker: str, control: Endpoint, service: Endpoint) -> Actor:
+        wiring = _Wiring(self, worker)
+        slot = slot_of(worker)
+        if worker == RELAY:
+            return WeightsActor(Relay("virtual", worker, folder=self.folder), control, service)
+        if worker == REWARD:
+            return FakeReward()
+        assert slot is not None
+        emu = next(self.plan.on(slot))
+        if emu.model_stage.stage is Stage.TRAINING:
+            return TrainerActor(FakeTrainer(self.pace), slot, control, wiring)
+        transcript = self.folder / "transcript.jsonl"
+        return RolloutActor(FakeRollout(self.pace), FakeText(), self.config, slot, control, wiring, transcript)
+
+    # Observer
+
+    def step(self, report: StepReport, metrics: dict[str, float]) -> None:
+        self.steps.append((report, metrics))
+        self.on_step(report.step)
+
+    def fleet(self, workers: Iterable[Worker]) -> None:
+        """Not shown."""
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class _Wiring:
+    def __init__(self, world: World, worker: str) -> None:
+        self._world = world
+        self._worker = worker
+
+    async def connect(self, server: str, address: str) -> Endpoint:
+        endpoint = self._world.bus.client(self._worker, server=server)
+        self._world._endpoints.setdefault(self._worker, []).append(endpoint)
+        return endpoint
