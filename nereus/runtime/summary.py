@@ -17,8 +17,8 @@ from nereus.runtime.journal import Progress
 WINDOW = 10
 """The first and the last so many steps are compared."""
 
-OVERLAPPED = frozenset(("step", "generate", "reward", "sync", "switch", "publish_async"))
-"""Names under ``timing_s/`` that run beside the training side, or that are its total; all others add up to the step."""
+BESIDE = frozenset(("step", "generate", "reward"))
+"""Names under ``timing_s/`` that are the total of a step, or that run beside the training side."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -79,15 +79,34 @@ def summarize(
 
 
 def time_split(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean seconds per step of each part of the training side, largest first; the rest is ``other``."""
-    names = {name for row in rows for name in row if name.startswith("timing_s/")}
-    parts = {name.removeprefix("timing_s/") for name in names} - OVERLAPPED
-    split = {part: mean(column(rows, f"timing_s/{part}")) for part in parts}
-    split = {part: seconds for part, seconds in split.items() if seconds > 0}
-    rest = mean(column(rows, "timing_s/step")) - math.fsum(split.values())
-    if rest > 0:
-        split["other"] = rest
+    """Return the mean seconds per step of each part of the training side, largest first."""
+    split = {part: mean(values) for part, values in time_parts(rows).items()}
     return dict(sorted(split.items(), key=lambda item: -item[1]))
+
+
+def time_parts(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Cut each step's seconds into parts that add up to ``timing_s/step``.
+
+    ``timing_s/train`` holds the parts that the trainer measured inside it, so only its remainder counts as ``train``;
+    what no part explains is ``other``. Parts below a thousandth of the step are left out.
+    """
+    names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")} - BESIDE
+    inner = {name for name in names if name != "train" and not name.startswith("wait_")}
+    parts: dict[str, list[float]] = {name: [] for name in sorted(names)}
+    parts["other"] = []
+    for row in rows:
+        seconds = {name: _or_zero(row.get(f"timing_s/{name}")) for name in names}
+        if "train" in seconds:
+            seconds["train"] = max(0.0, seconds["train"] - math.fsum(seconds[name] for name in inner))
+        for name, value in seconds.items():
+            parts[name].append(value)
+        parts["other"].append(max(0.0, _or_zero(row.get("timing_s/step")) - math.fsum(seconds.values())))
+    least = 1e-3 * mean(_or_zero(row.get("timing_s/step")) for row in rows)
+    return {name: values for name, values in parts.items() if values and mean(values) > max(least, 0.0)}
+
+
+def _or_zero(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def column(rows: Iterable[Mapping[str, float]], name: str) -> list[float]:
