@@ -16,6 +16,7 @@ from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
 from nereus.bus.messages import Fault, Message, Shutdown
 from nereus.errors import PeerLost
 
+
 class Actor(Protocol):
     """What a worker process does."""
 

@@ -1,8 +1,8 @@
 """How does a slot's process become whatever unit the plan puts on it?
 
-Owner: the worker process of a slot. It starts without a role; ``Assign`` names a unit, and the slot builds the actor for
-its model-stage. A later ``Assign`` for another model-stage closes the old actor first, so a slot can change from rollout
-to training without a new process. Backends are loaded by name, so a slot pays only for the one that it uses.
+Owner: the worker process of a slot. It starts without a role; ``Assign`` names a unit, and the slot builds the actor
+for its model-stage. A later ``Assign`` for another model-stage closes the old actor first, so a slot can change from
+rollout to training without a new process. Backends are loaded by name: a slot pays only for the one that it uses.
 """
 
 from __future__ import annotations
@@ -94,5 +94,5 @@ class SlotActor:
     async def _guard(self, actor: Actor) -> None:
         try:
             await actor.background()
-        except Exception as error:  # handed to background(), which ends the process with it
+        except Exception as error:  # noqa: BLE001 - handed to background(), which ends the process with it
             self._failed.put_nowait(error)

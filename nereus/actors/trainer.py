@@ -269,4 +269,4 @@ class TrainerActor:
 
     async def _save(self, save: Save) -> None:
         manifest = await self._run(lambda: self._backend.save(Path(save.folder), save.step))
-        await self._control.send(SUPERVISOR, Saved(save.step, self._emu.emu.id, msgspec.Raw(manifest)))
+        await self._control.send(SUPERVISOR, Saved(save.step, self._emu.emu.id, manifest))

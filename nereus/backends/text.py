@@ -59,7 +59,7 @@ class ModelText:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def _stops(self, model: Path, strings: list[str]) -> tuple[int, ...]:
-        """Collect the model's end-of-sequence tokens and the operator's stop strings, each of which must be one token."""
+        """Collect the model's end-of-sequence tokens and the operator's stop strings; each must be one token."""
         stops: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             if (path := model / name).exists():

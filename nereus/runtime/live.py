@@ -10,6 +10,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,10 +23,9 @@ from nereus.actors.names import SUPERVISOR
 from nereus.algo.sampler import Cursor
 from nereus.bus.keys import ensure_keys
 from nereus.bus.messages import StepReport
-from nereus.bus.zeromq import ZmqServer
 from nereus.config import JobConfig
 from nereus.core.plan import Plan
-from nereus.errors import CheckpointError, ConfigError, NereusError
+from nereus.errors import ConfigError, NereusError
 from nereus.runtime import journal as record
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset, open_dataset
@@ -38,10 +38,8 @@ from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.summary import Summary, summarize
-from nereus.runtime.supervisor import Origin, Outcome, RunFailed, Supervisor
-
-RESOLVED = "resolved.json"
-"""The configuration as the workers read it, in the run folder's configs/."""
+from nereus.runtime.supervisor import Origin, Outcome, Supervisor
+from nereus.runtime.wire import Wire, store_config
 
 STORE_START_TIMEOUT_S = 60.0
 STATES = {
@@ -130,14 +128,11 @@ class _Assembly:
             journal = Journal(folder.journal)
             stack.callback(journal.close)
             journal.append(self._run_started(origin, dataset))
-            resolved = folder.configs / RESOLVED
-            resolved.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+            store_config(folder, config)
 
             names = sorted({worker.name for worker in Fleet.of_plan(plan)})
             ensure_keys(folder.keys, [SUPERVISOR, *names])
-            endpoint = await ZmqServer.bind(
-                SUPERVISOR, host=config.bus.host, port=config.bus.port, keys=folder.keys, settings=bus_settings(config)
-            )
+            endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
             stack.push_async_callback(endpoint.close)
             processes = LocalProcesses(folder.logs)
             stack.push_async_callback(processes.stop, grace_s=2.0)
@@ -219,15 +214,13 @@ class _Assembly:
         return Path(last)
 
     def _run_started(self, origin: Origin, dataset: Dataset) -> record.RunStarted:
-        from time import time
-
         return record.RunStarted(
             run=self._folder.name,
             attempt=self._folder.attempt,
             config=xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._config, order="deterministic")),
             data=dataset.fingerprint,
             seed=self._config.run.seed,
-            wall=time(),
+            wall=time.time(),
             step=origin.step,
             version=origin.version,
             cursor=origin.cursor.frontier,
@@ -264,9 +257,7 @@ class _WorkerLauncher:
 
     async def start(self, worker: str) -> int:
         arguments = ["--run", str(self._folder.path), "--attempt", str(self._folder.attempt), "--worker", worker]
-        return await self._processes.start(
-            worker, ["nereus.runtime.worker", *arguments, "--supervisor", self._address]
-        )
+        return await self._processes.start(worker, ["nereus.runtime.worker", *arguments, "--supervisor", self._address])
 
     def kill(self, worker: str) -> None:
         self._processes.kill(worker)

@@ -84,9 +84,7 @@ class LocalProcesses:
             self.kill(worker)
         await self.wait(timeout_s=10.0)
 
-    async def _spawn(
-        self, worker: str, arguments: Sequence[str], *, announces: bool
-    ) -> asyncio.subprocess.Process:
+    async def _spawn(self, worker: str, arguments: Sequence[str], *, announces: bool) -> asyncio.subprocess.Process:
         if worker in self._running:
             raise ValueError(f"{worker} is already running as pid {self._running[worker].pid}")
         with (self._logs / f"{worker}.log").open("ab") as log:

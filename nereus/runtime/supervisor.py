@@ -2,7 +2,7 @@
 
 Owner: the ``nereus-supervisor`` process. It brings the workers up, grants groups to rollout units within the staleness
 bound, starts an optimizer step when a batch is complete, announces new weights, keeps checkpoints and the journal, and
-takes the run to a clean, explained end. Every event is handled to its end before the next one, so no two decisions race.
+takes the run to a clean, explained end. Every event is handled to its end before the next one: no two decisions race.
 
 Invariants (tests/runtime/test_supervisor.py, tests/live): a group is trained exactly once; staleness never exceeds the
 bound; a lost rollout costs only its running groups; every wait is bounded and names what it waits for.
@@ -419,9 +419,7 @@ class Supervisor:
                 )
         worker.version = live.version
         worker.state = State.LIVE
-        self._journal.append(
-            record.WeightsLive(worker=worker.name, version=live.version, checksum=live.checksum)
-        )
+        self._journal.append(record.WeightsLive(worker=worker.name, version=live.version, checksum=live.checksum))
         self._observer.fleet(self._fleet)
         await self._grant()
 
@@ -617,9 +615,9 @@ class Supervisor:
         )
         self._observer.note(f"checkpoint of step {saving.step} is on disk")
         self._end_if_due()
-        if self._outcome is None and (self._draining or self._step >= self._config.run.steps):
-            if self._training is None:
-                await self._save()
+        leaving = bool(self._draining) or self._step >= self._config.run.steps
+        if self._outcome is None and leaving and self._training is None:
+            await self._save()
 
     def _end_if_due(self) -> None:
         if self._saved_step != self._step or self._training is not None:

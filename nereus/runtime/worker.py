@@ -11,28 +11,30 @@ and never outlives the supervisor that started it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ctypes
 import os
 import signal
 import socket
 import sys
-import uuid
 from pathlib import Path
 
 import structlog
+from setproctitle import setproctitle
 
 from nereus.actors.host import Actor, host
 from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_of
+from nereus.actors.reward import RewardActor
 from nereus.actors.slot import SlotActor
+from nereus.actors.weights import Relay, WeightsActor
+from nereus.actors.wiring import Wiring
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.loop import run
 from nereus.bus.messages import Hello, Welcome
-from nereus.bus.zeromq import ZmqClient, ZmqServer
 from nereus.config import JobConfig
 from nereus.errors import ConfigError, NereusError, ProtocolError
-from nereus.runtime.folder import RunFolder
+from nereus.runtime.folder import RunPaths
 from nereus.runtime.logs import configure_worker
+from nereus.runtime.wire import Wire, load_config
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,29 +46,9 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class ZmqWiring:
-    """Opens authenticated client endpoints for one worker."""
-
-    def __init__(self, worker: str, incarnation: str, keys: Path, config: JobConfig) -> None:
-        self._worker = worker
-        self._incarnation = incarnation
-        self._keys = keys
-        self._config = config
-
-    async def connect(self, server: str, address: str) -> Endpoint:
-        return await ZmqClient.connect(
-            self._worker,
-            server=server,
-            address=address,
-            keys=self._keys,
-            incarnation=self._incarnation,
-            settings=bus_settings(self._config),
-        )
-
-
 async def work(paths: RunPaths, worker: str, supervisor: str) -> int:
     """Join the run and serve until told to leave."""
-    config = msgspec.json.decode((paths.configs / RESOLVED).read_bytes(), type=JobConfig)
+    config = load_config(paths)
     configure_worker(
         paths.logs / f"{worker}.log",
         log_format=config.run.log_format,
@@ -75,17 +57,16 @@ async def work(paths: RunPaths, worker: str, supervisor: str) -> int:
         worker=worker,
     )
     setproctitle(f"nereus {paths.name} {worker}")
-    incarnation = uuid.uuid4().hex[:12]
-    wiring = ZmqWiring(worker, incarnation, paths.keys, config)
-    service = await ZmqServer.bind(worker, host=config.bus.host, port=0, keys=paths.keys, settings=bus_settings(config))
+    wire = Wire(worker, paths.keys, config)
+    service = await wire.serve()
     try:
-        control = await wiring.connect(SUPERVISOR, supervisor)
+        control = await wire.client(SUPERVISOR, supervisor)
         try:
-            hello = Hello(worker, incarnation, socket.gethostname(), os.getpid(), service.address)
+            hello = Hello(worker, control.incarnation, socket.gethostname(), os.getpid(), service.address)
             welcome = await control.request(SUPERVISOR, hello, timeout_s=config.bus.start_timeout_s)
             if not isinstance(welcome, Welcome):
                 raise ProtocolError(f"the supervisor answered Hello with {type(welcome).__name__}")
-            actor = _actor(worker, paths, config, control, service, wiring)
+            actor = _actor(worker, paths, config, control, service, wire)
             return await host(actor, control, [service])
         finally:
             await control.close()
@@ -103,7 +84,9 @@ def _actor(
         return WeightsActor(Relay(paths.name, worker), control, service)
     if worker == REWARD:
         return RewardActor(config, service)
-    raise ConfigError(f"there is no kind of worker {worker!r}", where="--worker", remedy="use slot-N, weights-0, reward-0")
+    raise ConfigError(
+        f"there is no kind of worker {worker!r}", where="--worker", remedy="use slot-N, weights-0, reward-0"
+    )
 
 
 def main() -> None:
