@@ -1,0 +1,586 @@
+"""How does one slot of a trainer unit train?
+
+Owner: the trainer actor's compute thread. Every slot of every unit makes the same calls in the same order. Replicas meet
+twice in a step: when the batch is shared and when gradients are summed; a loss is a sum divided once by counts over all
+replicas, so uneven shares of samples are exact.
+
+Invariants (tests/backends/test_train_layouts.py): loss, gradients and updates equal those of one process for every layout;
+a step is applied on all slots or on none; a slot whose peer dies gets a ``TransitionError`` within the group's time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import torch.distributed as dist
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nereus.algo.advantage import zero_std_groups
+from nereus.backends.api import TrainBatch
+from nereus.backends.torch import checkpoint, hf
+from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
+from nereus.backends.torch.groups import TrainerGroups, form_trainer_groups
+from nereus.backends.torch.loss import METRICS, grpo_loss, log_probabilities
+from nereus.backends.torch.model import (
+    DTYPES,
+    Entry,
+    Holding,
+    StageModel,
+    build_meta,
+    check_layout,
+    holding_slice,
+    lay_out,
+    materialize,
+    read_architecture,
+    tensor_specs,
+    tied_names,
+)
+from nereus.backends.torch.optimizer import FlatAdamW, learning_rate
+from nereus.backends.torch.pipeline import Pipeline
+from nereus.backends.torch.sharing import broadcast_batch
+from nereus.bus.messages import StepReport
+from nereus.config import JobConfig
+from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
+from nereus.errors import ConfigError, TransitionError
+from nereus.transition import reshard
+from nereus.transition.reshard import Piece, TensorSpec
+
+_log = structlog.get_logger()
+
+RATIO_TOLERANCE = 1e-3
+_FEW_LARGEST = 2
+_CLOCKS = ("forward_backward", "reduce", "optimizer", "share")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this slot stands in the plan."""
+
+    emu: Emu
+    index: int
+    replica: int
+    replication: Replication
+    lead: SlotId
+
+    @classmethod
+    def of(cls, emu: Emu, plan: Plan, slot: SlotId) -> _Place:
+        units = plan.of(POLICY_TRAINING)
+        if emu not in units or slot not in emu.slots:
+            raise ValueError(f"slot {slot} is not one of {emu}, or the plan of epoch {plan.epoch} lacks that unit")
+        replication = Replication(len(units), emu.layout)
+        return cls(emu, emu.slots.index(slot), units.index(emu), replication, units[0].slots[0])
+
+    @property
+    def pp_rank(self) -> int:
+        return self.emu.layout.coordinates(self.index)[0]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.emu.layout.coordinates(self.index)[1]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This slot's share of one model, ready to compute."""
+
+    stage: StageModel
+    parameters: dict[str, nn.Parameter]
+    pipeline: Pipeline
+
+
+class _Totals:
+    """What the micro-batches of a step add up to on this slot."""
+
+    def __init__(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64)
+        self.sums = torch.zeros(len(METRICS), dtype=torch.float64)
+        self.largest = torch.full((_FEW_LARGEST,), -math.inf, dtype=torch.float64)
+
+
+class TorchTrainer:
+    """One slot of a trainer unit on torch; implements ``TrainerBackend``."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._train = config.train
+        self._dtype = DTYPES[config.model.dtype]
+        self._device = torch.device(config.cluster.device)
+        self._groups = TrainerGroups()
+        self._place: _Place | None = None
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._tied: dict[str, str] = {}
+        self._layers = 0
+        self._entries: tuple[Entry, ...] = ()
+        self._optimizer: FlatAdamW | None = None
+        self._share_of_policy: _Share | None = None
+        self._share_of_reference: _Share | None = None
+        self._self_checked = False
+        self._seconds = dict.fromkeys(_CLOCKS, 0.0)
+
+    # Placement
+
+    def assign(self, emu: Emu, plan: Plan, slot: SlotId, *, store: str) -> None:
+        """Join the process groups of ``plan`` as ``slot``; groups of an earlier plan are left first."""
+        self.close()
+        self._place = _Place.of(emu, plan, slot)
+        cluster = self._config.cluster
+        self._groups = form_trainer_groups(
+            emu, plan, slot, store=store, transport=cluster.transport, timeout_s=cluster.group_timeout_s
+        )
+
+    def load(self, source: Path) -> int:
+        """Build this slot's share from a model folder (step 0) or a committed checkpoint; return its step.
+
+        ``ConfigError`` before anything is allocated if the layout does not fit the model.
+        """
+        place = self._placed
+        resumed = checkpoint.is_checkpoint(source)
+        folder = checkpoint.model_folder(source) if resumed else source
+        config = read_architecture(folder)
+        check_layout(config, place.emu.layout)
+        if self._train.loss.kl_coefficient:
+            reference = self._reference_folder(source, resumed)
+        model = build_meta(config, self._config.model.attention, self._dtype)
+        self._specs = tensor_specs(model, place.emu.layout, self._config.model.dtype)
+        self._tied = tied_names(model)
+        self._layers = config.num_hidden_layers
+        if config.vocab_size % place.emu.layout.tp:
+            _log.info("vocabulary kept whole on every tp rank", vocabulary=config.vocab_size, tp=place.emu.layout.tp)
+        self._entries, elements = lay_out(model, self._specs, place.emu.layout, place.index)
+        self._optimizer = FlatAdamW(elements, self._dtype, self._device, self._train)
+        step = self._restore(source) if resumed else self._read_weights(source, self._optimizer.master)
+        self._optimizer.refresh()
+        self._share_of_policy = self._build(model, self._optimizer.compute, self._train.recompute)
+        self._collect_gradients(self._share_of_policy)
+        self._share_of_reference = None
+        if self._train.loss.kl_coefficient:
+            weights = torch.zeros(elements, dtype=self._dtype, device=self._device)
+            self._read_weights(reference, weights)
+            frozen = build_meta(config, self._config.model.attention, self._dtype)
+            self._share_of_reference = self._build(frozen, weights, False)
+        return step
+
+    def _reference_folder(self, source: Path, resumed: bool) -> Path:
+        if not resumed:
+            return source
+        folder = Path(self._config.model.path)
+        if not self._config.model.path or not folder.is_dir():
+            raise ConfigError(
+                "the reference model of a resumed run is not there",
+                where="model.path",
+                remedy="name the model folder that the run began with, or set train.loss.kl_coefficient to 0",
+            )
+        return folder
+
+    def _build(self, model: Any, flat: Tensor, recompute: bool) -> _Share:
+        place, groups = self._placed, self._groups
+        layout = place.emu.layout
+        stage, parameters = materialize(
+            model, self._entries, flat, layout, place.index, tp_group=groups.tp, recompute=recompute
+        )
+        pipeline = Pipeline(
+            stage, groups.pp, layout.pp, place.pp_rank, hidden=model.config.hidden_size, dtype=self._dtype
+        )
+        return _Share(stage, parameters, pipeline)
+
+    def _read_weights(self, folder: Path, flat: Tensor) -> int:
+        wanted = [(entry.spec, entry.piece) for entry in self._entries]
+        values = hf.read_pieces(folder, wanted, flat.dtype)
+        for entry in self._entries:
+            entry.view(flat).copy_(values[entry.spec.name])
+        return 0
+
+    def _restore(self, source: Path) -> int:
+        optimizer = self._policy_optimizer
+        wanted = [(kind, entry.spec, entry.piece) for kind in optimizer.buffers() for entry in self._entries]
+        values = checkpoint.read_pieces(source, wanted)
+        for kind, buffer in optimizer.buffers().items():
+            for entry in self._entries:
+                entry.view(buffer).copy_(values[kind, entry.spec.name])
+        counters = checkpoint.read_counters(source)
+        optimizer.updates = int(counters["updates"])
+        self._self_checked = bool(counters["self_checked"])
+        return int(counters["step"])
+
+    def _collect_gradients(self, share: _Share) -> None:
+        """Let the backward pass add gradients up in the flat buffer, in the masters' precision.
+
+        Plain parameters in that precision get a view of it as ``.grad``, which autograd adds to in place; others hand each
+        micro-batch's gradient over.
+        """
+        gradient = self._policy_optimizer.gradient
+        for entry in self._entries:
+            parameter, view = share.parameters[entry.name], entry.view(gradient)
+            if hasattr(parameter, "to_local") or parameter.dtype != gradient.dtype:
+                parameter.register_post_accumulate_grad_hook(_adder(view))
+            else:
+                parameter.grad = view
+
+    # What there is
+
+    @property
+    def _placed(self) -> _Place:
+        if self._place is None:
+            raise ValueError("this slot is not assigned to a unit yet")
+        return self._place
+
+    @property
+    def _policy_optimizer(self) -> FlatAdamW:
+        if self._optimizer is None:
+            raise ValueError("this slot has not loaded a model yet")
+        return self._optimizer
+
+    @property
+    def _policy(self) -> _Share:
+        if self._share_of_policy is None:
+            raise ValueError("this slot has not loaded a model yet")
+        return self._share_of_policy
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of the model, whole; tied aliases are left out."""
+        return self._specs
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Alias name -> stored name, by real aliasing."""
+        return self._tied
+
+    @property
+    def updates(self) -> int:
+        """How many optimizer updates were applied."""
+        return self._policy_optimizer.updates
+
+    def pieces(self, kind: str) -> dict[str, tuple[Piece, Tensor]]:
+        """Return this slot's part of ``parameter`` (masters), ``exp_avg``, ``exp_avg_sq`` or ``gradient``, by stored name."""
+        optimizer = self._policy_optimizer
+        buffer = optimizer.gradient if kind == "gradient" else optimizer.buffers()[kind]
+        stored = (entry for entry in self._entries if entry.holding != Holding.ALIAS)
+        return {entry.spec.name: (entry.piece, entry.view(buffer)) for entry in stored}
+
+    # Training
+
+    def share(self, batch: TrainBatch | None) -> TrainBatch:
+        """Broadcast the batch from the lead slot to all trainer slots; ``ValueError`` if the wrong slot has it."""
+        place = self._placed
+        alone = self._groups.everyone is None
+        is_lead = place.emu.slots[place.index] == place.lead
+        if is_lead != (batch is not None):
+            raise ValueError(f"slot {place.lead} alone shares the batch")
+        if batch is not None:
+            check_batch(batch)
+        if self._groups.everyone is None:
+            assert alone and batch is not None
+            return batch
+        with self._timed("share"), self._bounded("sharing a batch"):
+            return broadcast_batch(batch, place.lead, self._groups.everyone)
+
+    def train(self, batch: TrainBatch) -> StepReport:
+        """Make one training step: ``train.minibatches`` optimizer updates from the samples of ``batch``.
+
+        ``TransitionError`` if a peer is lost; this slot's groups are broken then and have been left.
+        """
+        began = perf_counter()
+        check_batch(batch)
+        place, optimizer = self._placed, self._policy_optimizer
+        with self._bounded(f"step {batch.step}"):
+            cuts = cut(batch, self._train, place.replication, place.replica, self._device, self._dtype)
+            with self._timed("forward_backward"):
+                self._score(cuts)
+            totals = _Totals()
+            norms, rate, skipped = [], 0.0, False
+            for number in cuts:
+                self._backward(number.blocks, totals)
+                norm = self._reduce()
+                rate = learning_rate(self._train, optimizer.updates, self._config.run.steps * self._train.minibatches)
+                norms.append(norm)
+                if math.isfinite(norm):
+                    with self._timed("optimizer"):
+                        optimizer.step(rate, min(1.0, self._train.max_grad_norm / (norm + 1e-6)))
+                else:
+                    skipped = True
+            return self._report(batch, cuts, totals, norms, rate, skipped, began)
+
+    def _score(self, cuts: list[Cut]) -> None:
+        """Add reference and, where the policy changes within the step, proximal log-probabilities to the blocks."""
+        for share, field, wanted in (
+            (self._share_of_reference, "reference", self._share_of_reference is not None),
+            (self._share_of_policy, "proximal", len(cuts) > 1),
+        ):
+            if wanted and share is not None:
+                for part in cuts:
+                    part.blocks[:] = self._with_log_probabilities(share, part.blocks, field)
+
+    def _with_log_probabilities(self, share: _Share, blocks: list[Block], field: str) -> list[Block]:
+        found: dict[int, Tensor] = {}
+
+        def keep(hidden: Tensor, number: int) -> Tensor:
+            block = blocks[number]
+            if len(block.positions):
+                found[number], _ = self._log_probabilities(share, hidden, block)
+            return hidden.new_zeros(())
+
+        if blocks:
+            share.pipeline.run([block.ids for block in blocks], keep, backward=False)
+        return [
+            block._replace(targets=block.targets._replace(**{field: found[number]})) if number in found else block
+            for number, block in enumerate(blocks)
+        ]
+
+    def _log_probabilities(self, share: _Share, hidden: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy [n] at the block's positions: only these are projected on the vocabulary."""
+        chosen = hidden.flatten(0, 1).index_select(0, block.positions)
+        start = share.stage.vocabulary_start
+        return log_probabilities(
+            share.stage.logits(chosen),
+            block.targets.tokens,
+            self._config.rollout.temperature,
+            start=start,
+            group=None if start is None else self._groups.tp,
+            with_entropy_gradient=self._train.loss.entropy_coefficient != 0,
+        )
+
+    def _backward(self, blocks: list[Block], totals: _Totals) -> None:
+        share = self._policy
+
+        def consume(hidden: Tensor, number: int) -> Tensor:
+            block = blocks[number]
+            if not len(block.positions):
+                return hidden.sum() * 0
+            outcome = grpo_loss(*self._log_probabilities(share, hidden, block), block.targets, self._train.loss)
+            totals.loss += outcome.loss.detach().cpu()
+            totals.sums += outcome.sums.cpu()
+            totals.largest = torch.maximum(totals.largest, outcome.largest.cpu())
+            return outcome.loss
+
+        with self._timed("forward_backward"):
+            self._policy_optimizer.gradient.zero_()
+            if blocks:
+                share.pipeline.run([block.ids for block in blocks], consume, backward=True)
+
+    def _reduce(self) -> float:
+        """Sum the gradient over replicas and over the slots that share a tensor; return its global norm.
+
+        Each logical parameter counts once: shards of all tp ranks, replicas of tp rank 0, tied tensors where stored.
+        """
+        gradient, groups = self._policy_optimizer.gradient, self._groups
+        with self._timed("reduce"):
+            if groups.ends is not None and self._tied:
+                dist.all_reduce(self._tied_gradient(), group=groups.ends)
+            summed = self._slice(Holding.SUMMED)
+            if groups.tp is not None and summed.start < summed.stop:
+                dist.all_reduce(gradient[summed], group=groups.tp)
+            if groups.dp is not None:
+                dist.all_reduce(gradient, group=groups.dp)
+            counted = [gradient[self._slice(Holding.SHARDED)]]
+            if self._placed.tp_rank == 0:
+                counted.append(gradient[self._slice(Holding.REPLICATED, Holding.SUMMED)])
+            square = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in counted)
+            if groups.unit is not None:
+                total = torch.tensor([square], dtype=torch.float64, device=self._device)
+                dist.all_reduce(total, group=groups.unit)
+                square = float(total)
+        return math.sqrt(square)
+
+    def _slice(self, *holdings: Holding) -> slice:
+        return holding_slice(self._entries, len(self._policy_optimizer.gradient), *holdings)
+
+    def _tied_gradient(self) -> Tensor:
+        names = set(self._tied) if self._placed.pp_rank else set(self._tied.values())
+        entry = next(entry for entry in self._entries if entry.name in names)
+        return entry.view(self._policy_optimizer.gradient)
+
+    # Reports
+
+    def _report(
+        self,
+        batch: TrainBatch,
+        cuts: list[Cut],
+        totals: _Totals,
+        norms: list[float],
+        rate: float,
+        skipped: bool,
+        began: float,
+    ) -> StepReport:
+        place = self._placed
+        counts = place.pp_rank == place.emu.layout.pp - 1 and place.tp_rank == 0
+        sums = torch.cat((totals.loss[None], totals.sums)) * counts
+        clocks = [self._seconds[name] for name in _CLOCKS]
+        largest = torch.cat((totals.largest, torch.tensor([*clocks, perf_counter() - began], dtype=torch.float64)))
+        if self._groups.everyone is not None:
+            dist.all_reduce(sums, group=self._groups.everyone)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._groups.everyone)
+        self._seconds = dict.fromkeys(_CLOCKS, 0.0)
+        drawn, fed = sum(part.tokens for part in cuts), sum(part.fed_tokens for part in cuts)
+        loss, *means = sums.tolist()
+        log_ratio, distance, *clocks, seconds = largest.tolist()
+        metrics = {
+            "loss": loss / len(cuts),
+            "optim/grad_norm": math.nan if skipped else sum(norms) / len(norms),
+            "optim/lr": rate,
+            "perf/tokens_per_s": fed / max(seconds, 1e-9),
+            **{f"timing_s/{name}": clock for name, clock in zip(_CLOCKS, clocks, strict=True)},
+            **_batch_metrics(batch),
+        }
+        if drawn:
+            metrics |= {name: total / drawn for name, total in zip(METRICS, means, strict=True)}
+            metrics["mismatch/ratio_max"] = math.exp(min(log_ratio, 700.0))
+            metrics |= self._self_check(batch, log_ratio, distance)
+        if self._share_of_reference is None:
+            metrics.pop("kl/ref", None)
+        return StepReport(batch.step, batch.version, seconds, fed, metrics, skipped)
+
+    def _self_check(self, batch: TrainBatch, log_ratio: float, distance: float) -> dict[str, float]:
+        """On the first step that is all on-policy, compare the trainer's log-probabilities with the sampler's."""
+        if self._self_checked or (batch.versions != batch.version).any():
+            return {}
+        self._self_checked = True
+        error = max(math.expm1(min(log_ratio, 700.0)), -math.expm1(-distance))
+        if error > RATIO_TOLERANCE:
+            rollout = self._config.rollout
+            _log.warning(
+                "the policy that trains is not the one that sampled: on-policy ratio is not 1",
+                ratio_error=error,
+                step=batch.step,
+                likely_causes="temperature applied on one side only; top_p or top_k cut the distribution; dropout; "
+                "wrong positions or mask of padded rows; stale or differently rounded weights",
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                dtype=self._config.model.dtype,
+            )
+        return {"mismatch/first_step_ratio_error": error}
+
+    # Weights and checkpoints
+
+    def publication(self) -> Sequence[Piece]:
+        """Return the pieces this slot pushes, so that each piece of the model is pushed by exactly one slot."""
+        place = self._placed
+        return reshard.publication(
+            self._specs, self._layers, place.emu.layout, place.index, place.replica, place.replication.dp
+        )
+
+    def write(self, pieces: Sequence[Piece], path: Path, offsets: dict[str, int]) -> list[str]:
+        """Write ``pieces`` into the shared file and return the xxh3-64 of each one's contiguous bytes."""
+        entries = {entry.spec.name: entry for entry in self._entries if entry.holding != Holding.ALIAS}
+        checksums = []
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+            for piece in pieces:
+                entry = entries.get(piece.name)
+                if entry is None or entry.piece != piece:
+                    raise ValueError(f"this slot does not hold {piece}")
+                local = _bits(entry.view(self._policy_optimizer.compute))
+                _write_box(shared, offsets[piece.name], entry.spec.shape, piece, local)
+                checksums.append(xxhash.xxh3_64_hexdigest(local.data))
+        return checksums
+
+    def save(self, folder: Path, step: int) -> bytes:
+        """Write this slot's share of masters, moments and counters into ``folder``; return its JSON manifest entry."""
+        place, optimizer = self._placed, self._policy_optimizer
+        mine = {piece.name for piece in self.publication()}
+        held = {
+            (kind, name): part
+            for kind in optimizer.buffers()
+            for name, part in self.pieces(kind).items()
+            if name in mine
+        }
+        counters: Mapping[str, int | float] = {
+            "step": step,
+            "updates": optimizer.updates,
+            "self_checked": int(self._self_checked),
+        }
+        slot_name = f"{place.replica}-{place.index}"
+        return checkpoint.save_slot(folder, slot_name=slot_name, step=step, pieces=held, counters=counters)
+
+    def close(self) -> None:
+        """Leave all process groups; safe when peers are dead."""
+        self._share_of_policy = self._share_of_reference = None
+        self._groups.leave()
+        self._groups = TrainerGroups()
+
+    @contextlib.contextmanager
+    def _timed(self, clock: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        self._seconds[clock] += perf_counter() - began
+
+    @contextlib.contextmanager
+    def _bounded(self, what: str) -> Iterator[None]:
+        """Turn a broken collective into a ``TransitionError``, and leave all groups at once, which frees the peers."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_collective(error):
+                raise
+            place = self._placed
+            self._groups.leave()
+            self._groups = TrainerGroups()
+            raise TransitionError(
+                f"{what} of {place.emu.id} on slot {place.emu.slots[place.index]} lost a peer: {error}"
+            ) from error
+
+
+def _is_collective(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "by peer", "timed out"))
+
+
+def _adder(view: Tensor):  # type: ignore[no-untyped-def]
+    """Return a hook that moves a parameter's fresh gradient into ``view``."""
+
+    def add(parameter: Tensor) -> None:
+        gradient: Any = parameter.grad
+        if hasattr(gradient, "to_local"):
+            placements = parameter.placements  # type: ignore[attr-defined]
+            if gradient.placements != placements:
+                gradient = gradient.redistribute(placements=placements)
+            gradient = gradient.to_local()
+        view.add_(gradient)
+        parameter.grad = None
+
+    return add
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    """Return the tensor's elements as unsigned integers of equal width: numpy knows no bfloat16."""
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.detach().cpu().contiguous().view(width).numpy()
+
+
+def _write_box(shared: mmap.mmap, offset: int, shape: tuple[int, ...], piece: Piece, local: NDArray[Any]) -> None:
+    whole = np.ndarray(shape, local.dtype, shared, offset)
+    whole[tuple(slice(low, high) for low, high in zip(piece.start, piece.stop, strict=True))] = local
+    del whole  # the map cannot be closed while an array looks into it
+
+
+def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return what can be told from the samples alone; rewards that are None count nowhere."""
+    rewards = batch.rewards[~np.isnan(batch.rewards)]
+    metrics = {
+        "response_length/mean": float(batch.lengths.mean()),
+        "response_length/max": float(batch.lengths.max()),
+        "response_length/min": float(batch.lengths.min()),
+        "prompt_length/mean": float(batch.prompt_lengths.mean()),
+        "reward/none": float(len(batch.rewards) - len(rewards)),
+        "reward/zero_std_groups": float(zero_std_groups(batch.rewards, batch.group_of)),
+    }
+    if len(rewards):
+        metrics |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/max": float(rewards.max()),
+            "reward/min": float(rewards.min()),
+        }
+    return metrics

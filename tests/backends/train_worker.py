@@ -1,0 +1,90 @@
+"""What does one trainer slot compute? Runs the cases of a JSON file and writes results as safetensors.
+
+``python train_worker.py FOLDER SLOT STORE``: reads ``FOLDER/cases.json``, for each case that has this slot trains on
+``FOLDER/<batches>/<step>.safetensors`` and writes ``FOLDER/<case>-<slot>.safetensors`` and ``.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from nereus.backends.api import TrainBatch
+from nereus.backends.torch.train import TorchTrainer
+from nereus.config import JobConfig
+from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication
+from nereus.errors import TransitionError
+
+
+def make_plan(layout: str, epoch: int) -> Plan:
+    """Return a plan with units on slots 0, 1, 2, ... in order."""
+    replication = Replication.parse(layout)
+    size = replication.layout.slots
+    return Plan(
+        epoch,
+        tuple(
+            Emu(POLICY_TRAINING, unit, replication.layout, tuple(range(unit * size, (unit + 1) * size)))
+            for unit in range(replication.dp)
+        ),
+    )
+
+
+def read_batch(path: Path) -> TrainBatch:
+    arrays = load_file(path)
+    return TrainBatch(step=int(arrays.pop("step")[0]), version=int(arrays.pop("version")[0]), **arrays)
+
+
+def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
+    plan = make_plan(case["layout"], case["epoch"])
+    emu = next(unit for unit in plan.emus if slot in unit.slots)
+    trainer = TorchTrainer(msgspec.convert(case["config"], JobConfig))
+    trainer.assign(emu, plan, slot, store=store)
+    trainer.load(folder / case["model"])
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, Any] = {}
+    reports = []
+    for step in range(case["steps"]):
+        batch = read_batch(folder / case["batches"] / f"{step}.safetensors") if slot == 0 else None
+        shared = trainer.share(batch)
+        report = trainer.train(shared)
+        reports.append(report)
+        for kind in ("gradient", "parameter", "exp_avg", "exp_avg_sq"):
+            for name, (piece, value) in trainer.pieces(kind).items():
+                tensors[f"{step}/{kind}/{name}"] = value.clone()
+                places[name] = (piece.start, piece.stop)
+        if case.get("die_at") == step and slot == case["victim"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if case.get("die_at") is not None:
+        return
+    trainer.close()
+    save_file(tensors, folder / f"{case['name']}-{slot}.safetensors")
+    result = {"reports": reports, "places": places, "updates": trainer.updates}
+    (folder / f"{case['name']}-{slot}.json").write_bytes(msgspec.json.encode(result))
+
+
+def main() -> None:
+    folder, slot, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    for case in json.loads((folder / "cases.json").read_text()):
+        if slot >= Replication.parse(case["layout"]).slots:
+            continue
+        began = time.monotonic()
+        try:
+            run_case(folder, case, slot, store)
+        except TransitionError as error:
+            lost = {"lost": str(error), "seconds": time.monotonic() - began}
+            (folder / f"{case['name']}-{slot}.json").write_text(json.dumps(lost))
+
+
+if __name__ == "__main__":
+    main()
