@@ -99,7 +99,7 @@ def _read(path: Path) -> Iterator[tuple[str, Any, str]]:
             raise ConfigError(f"{name} is also set at {seen[name]}", where=where, remedy="remove one of the two")
         seen[name] = where
         key = schema.find(name)
-        if key is None or (name == key.name and key.is_free_table and value != {}):
+        if key is None:
             raise _unknown(name, where)
         yield name, _checked(key, name, value, where), where
 
@@ -109,8 +109,8 @@ def _leaves(document: Mapping[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyP
     for raw, value in document.items():
         path = (*prefix, raw)
         name = schema.normalize(".".join(path))
-        key = schema.find(name)
-        if isinstance(value, dict) and (name in schema.tables() or (key is not None and key.name == name and value)):
+        free = (key := schema.find(name)) is not None and key.name == name and key.is_free_table
+        if isinstance(value, dict) and (free or name in schema.tables()):
             yield from _leaves(value, path)
         else:
             yield path, value
@@ -136,9 +136,11 @@ def _parse(key: schema.Key, name: str, text: str) -> Any:
                 f"{name} is a table", where=COMMAND_LINE, remedy=f"set its keys one by one: --{name}.KEY VALUE"
             )
         value = _toml_value(text)
-    elif bare in (int, float, bool):
-        with contextlib.suppress(msgspec.ValidationError):
-            value = msgspec.convert(text, bare, strict=False)
+    elif bare is bool:
+        value = {"true": True, "false": False}.get(text, text)
+    elif bare in (int, float):
+        with contextlib.suppress(ValueError):
+            value = bare(text)
     return _checked(key, name, value, COMMAND_LINE)
 
 

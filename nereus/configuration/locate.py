@@ -21,7 +21,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     table: KeyPath = ()
     pending: list[str] = []
     first = 1
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if not pending:
             first = number
         pending.append(line)

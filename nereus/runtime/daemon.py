@@ -8,6 +8,7 @@ Nothing heavy is imported before the job has passed its checks.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def guarded(command: Callable[[], int]) -> int:
         complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as in "nereus config reference | head"
-        sys.stderr.close()  # the interpreter's last flush of stdout would complain about the same pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no reader either
         return EXIT_OK
 
 

@@ -1,0 +1,80 @@
+"""Is every contradiction between settings refused, with the numbers named, and nothing else?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nereus.configuration.job import LoadedJob
+from nereus.configuration.load import load_job
+from nereus.configuration.rules import notes
+from nereus.errors import ConfigError
+
+
+def load(text: str) -> LoadedJob:
+    """Load ``key=value key=value ...``."""
+    overrides = [tuple(part.split("=", 1)) for part in text.split()]
+    return load_job([], [("model.path", "/m"), *overrides], {}, directory=Path("/here"))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("rollout.layout=d3 train.layout=d1t2", ("needs 3 slots", "needs 2", "together 5", "cluster.slots is 4")),
+        ("cluster.slots=2", ("together 3", "cluster.slots is 2", "set cluster.slots to 3")),
+        ("rollout.layout=t2p1d1", ("'t2p1d1' is not a layout", "d2t2p1")),
+        ("train.layout=d0", ("'d0' is not a layout",)),
+        ("rollout.layout=d1t2", ("t1p1", "got t2p1", "d2t1p1")),
+        ("model.path=", ("no model is named",)),
+        ("model.recipe=r.toml", ("both model.path and model.recipe",)),
+        ("cluster.device=cuda model.dtype=float64", ("float64", "cuda")),
+        ("cluster.transport=nccl", ("nccl needs cluster.device cuda", "cpu")),
+        ("model.attention=flash_attention_2", ("flash_attention_2", "cpu", "float32")),
+        ("train.micro_batch_tokens=300", ("300", "256", "64", "= 320", "at least 320")),
+        ("train.groups_per_step=8 train.minibatches=3", ("3 minibatches", "groups_per_step 8")),
+        ("rollout.group_size=1", ("advantage 0",)),
+        ("run.deterministic=true rollout.interrupt=wait", ("async.staleness is 1",)),
+        ("run.deterministic=true async.staleness=0", ('"wait"', '"keep"')),
+        ("data.source=rows.jsonl", ("no reward is named",)),
+        ("run.steps=10 train.warmup_steps=10", ("10 steps", "run.steps 10")),
+        ("train.schedule=cosine train.min_learning_rate=1", ("1 is above train.learning_rate 0.0001",)),
+        ("bus.heartbeat_s=10", ("15 s", "10 s")),
+        ("train.loss.correction=none train.loss.correction_cap=3", ("no effect", 'correction is "none"')),
+        ("train.min_learning_rate=1e-6", ("no effect", 'schedule is "constant"')),
+        ("data.prompt_key=q", ("no effect", "reasoning_gym:chain_sum")),
+        ("data.source=a.jsonl reward.function=m:f data.options.x=1", ("data.options.x", "no effect", "is a file")),
+        ("data.chat=true data.template={prompt}!", ("no effect", "chat template")),
+    ],
+)
+def test_contradictions_are_refused(text: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert "(command line)" in caught.value.where or "(default)" in caught.value.where
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cluster.slots=3",
+        "cluster.slots=8 train.layout=d2t2p1",
+        "run.deterministic=true async.staleness=0 rollout.interrupt=wait model.dtype=float64",
+        "cluster.device=cuda cluster.transport=nccl model.dtype=bfloat16 model.attention=flash_attention_2",
+        "data.source=rows.jsonl reward.function=m:f",
+        "model.path= model.recipe=r.toml",
+        "train.loss.correction=none train.loss.correction_cap=2.0",
+    ],
+)
+def test_sound_jobs_pass(text: str) -> None:
+    load(text)
+
+
+def test_notes_name_what_surprises() -> None:
+    assert not list(notes(load("cluster.slots=3")))
+    said = " ".join(notes(load("cluster.slots=4 rollout.top_p=0.9 model.dtype=bfloat16")))
+    assert "1 of cluster.slots 4 stay idle" in said
+    assert "rollout.top_p 0.9" in said
+    assert "bfloat16" in said
