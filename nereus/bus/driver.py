@@ -69,9 +69,7 @@ class Driver:
         self._exchange.send(peer, message, frames, self._loop.time())
         self._settle()
 
-    async def request(
-        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_s: float
-    ) -> Message:
+    async def request(self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_s: float) -> Message:
         self._check_open(peer)
         token = 0
         try:
@@ -84,7 +82,7 @@ class Driver:
                 self._settle()
                 return await answer
         except TimeoutError:
-            what = f"did not answer {type(message).__name__}" if token else f"gave no credit for {type(message).__name__}"
+            what = f"{'did not answer' if token else 'gave no credit for'} {type(message).__name__}"
             raise TimeoutError(f"{peer} {what} within {timeout_s:g} s (plan epoch {self.epoch})") from None
         finally:
             if token:

@@ -20,30 +20,23 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from nereus.bus.codec import PROTOCOL, Envelope, Kind, SharedFrame, decode, encode
+from nereus.bus.codec import PROTOCOL, Envelope, Kind, decode, encode
 from nereus.bus.endpoint import Buffer, Delivery, Event, Fenced, PeerGone, PeerJoined, Undelivered
 from nereus.bus.messages import Message, Refused
-from nereus.bus.session import Arrived, Entry, Frames, Session, Settings
+from nereus.bus.session import Arrived, Channel, Entry, Frames, Session, Settings
 from nereus.core.plan import PlanEpoch
 from nereus.errors import PeerLost, ProtocolError
 
 _MAX_STRANGERS = 1024
 
 
-class Spill(Protocol):
-    """Carries big frames through shared memory (see ``shared.py``)."""
+class Host(Protocol):
+    """Makes channels for big frames to peers on the same host (see ``shared.py``)."""
 
     host: str
-    """Equal on two ends iff they share memory."""
+    """Equal on two ends iff they share memory; empty: they do not."""
 
-    def put(self, frames: Frames, threshold_bytes: int) -> tuple[Frames, tuple[SharedFrame, ...]]:
-        """Move big frames to files; return the others and where the moved ones lie."""
-
-    def take(self, frames: Frames, shared: tuple[SharedFrame, ...]) -> Frames:
-        """Undo ``put`` on the other end; ``ProtocolError`` if a file is not what was promised."""
-
-    def drop(self, shared: tuple[SharedFrame, ...]) -> None:
-        """Delete files that will not be taken."""
+    def channel(self) -> Channel: ...
 
 
 class Packet(Struct, frozen=True):
@@ -81,7 +74,7 @@ class Exchange:
         *,
         epoch: PlanEpoch = 0,
         server: str = "",
-        spill: Spill | None = None,
+        host: Host | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -97,8 +90,8 @@ class Exchange:
         """Packets that were refused because they were malformed."""
         self.due = now + settings.heartbeat_s if settings.heartbeat_s > 0 else float("inf")
         """When ``poll`` has something to do; infinity: not before something is sent or arrives."""
-        self._spill = spill
-        self._host = spill.host if spill else ""
+        self._memory = host if host and host.host and settings.shared_frame_bytes else None
+        self._host = self._memory.host if self._memory else ""
         self._max_pending = max(4 * settings.window, 256)
         self._tokens = itertools.count(1)
         self._requests: dict[int, str] = {}
@@ -109,7 +102,7 @@ class Exchange:
         self._lost: dict[str, str] = {}
         self._strangers: dict[tuple[str, str], int] = {}
         if server:
-            session = self._sessions[server] = Session(server, "", now)
+            session = self._sessions[server] = Session(server, "", now, self._channel())
             self._status(session, now)
 
     # What the application asks
@@ -179,6 +172,11 @@ class Exchange:
         """Tell whether the server of this client has spoken."""
         session = self._sessions.get(self.server)
         return session is not None and bool(session.incarnation)
+
+    def incarnation_of(self, peer: str) -> str:
+        """Return the present incarnation of ``peer``; empty if it is not known."""
+        session = self._sessions.get(peer)
+        return session.incarnation if session else ""
 
     def peers(self) -> tuple[str, ...]:
         return tuple(self._sessions)
@@ -288,8 +286,8 @@ class Exchange:
                 f"{type(message).__name__} to {session.peer} takes {len(head) + size} bytes; "
                 f"at most {settings.max_message_bytes} are allowed"
             )
-        if frames and self._spill and settings.shared_frame_bytes and session.host == self._host:
-            entry.frames, entry.shared = self._spill.put(frames, settings.shared_frame_bytes)
+        if frames and session.channel and session.host == self._host:
+            entry.frames, entry.shared = session.channel.put(frames, settings.shared_frame_bytes)
             if entry.shared:
                 head = self._encode(session, entry)
         session.take_number()
@@ -362,7 +360,7 @@ class Exchange:
         self._owing.add(session)
         for following in session.accept(Arrived(envelope, frames), max_pending=self._max_pending):
             try:
-                taken = self._frames_of(following)
+                taken = self._frames_of(session, following)
             except ProtocolError as error:
                 self.malformed += 1
                 self.exclude(peer, str(error), now)
@@ -388,7 +386,7 @@ class Exchange:
             why = f"superseded by incarnation {source}"
             self._refuse(peer, old.incarnation, why, now)
             self._drop(old, why)
-        session = self._sessions[peer] = Session(peer, source, now)
+        session = self._sessions[peer] = Session(peer, source, now, self._channel())
         session.host = envelope.note
         self._lost.pop(peer, None)
         self._strangers.pop((peer, source), None)
@@ -398,13 +396,16 @@ class Exchange:
             self.due = min(self.due, now + self.settings.heartbeat_s)
         return session
 
-    def _frames_of(self, arrived: Arrived) -> Frames:
+    def _channel(self) -> Channel | None:
+        return self._memory.channel() if self._memory else None
+
+    def _frames_of(self, session: Session, arrived: Arrived) -> Frames:
         shared = arrived.envelope.shared
         if not shared:
             return arrived.frames
-        if self._spill is None:
+        if session.channel is None:
             raise ProtocolError("shared frames to an endpoint that shares no memory")
-        return self._spill.take(arrived.frames, shared)
+        return session.channel.take(arrived.frames, shared)
 
     def _deliver(self, session: Session, envelope: Envelope, frames: Frames) -> None:
         message = envelope.message
@@ -452,11 +453,8 @@ class Exchange:
         self._owing.discard(session)
         self._gone[session.peer, session.incarnation] = why
         self._lost[session.peer] = why
-        if self._spill:
-            for entry in session.unacked:
-                self._spill.drop(entry.shared)
-            for arrived in session.early.values():
-                self._spill.drop(arrived.envelope.shared)
+        if session.channel:
+            session.channel.close()
         for token in [token for token, peer in self._requests.items() if peer == session.peer]:
             self._settle(session.peer, token, PeerLost(session.peer, why))
         self.credited.append(session.peer)
@@ -465,7 +463,7 @@ class Exchange:
 
 
 def _flat(frames: Sequence[Buffer]) -> Frames:
-    """Return the frames as one-dimensional byte views, so that ``len`` is their size; ``ValueError`` if not contiguous."""
+    """Return the frames as flat byte views, so that ``len`` is their size; ``ValueError`` if not contiguous."""
     return tuple(_bytes_of(frame) for frame in frames)
 
 

@@ -25,7 +25,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Checksum = Annotated[str, Meta(min_length=16, max_length=16)]
 """xxh3-64 as 16 hexadecimal digits."""
 Json = Annotated[bytes, Meta(max_length=1 << 24)]
-"""JSON text. Not ``msgspec.Raw``: that would be spliced verbatim into the MessagePack around it and break the message."""
+"""JSON text. Not ``msgspec.Raw``, which would be spliced verbatim into the MessagePack around it and break that."""
 
 
 def _json_as_bytes(message: Struct, *fields: str) -> None:

@@ -1,7 +1,7 @@
 """What does one end know about its conversation with one incarnation of one peer?
 
-Owner: an ``Exchange``, which keeps one session per living peer. Pure bookkeeping: sequence numbers, what has arrived and
-what was consumed on either side, what must be sent again, when the peer was last heard. Time is an argument.
+Owner: an ``Exchange``, which keeps one session per living peer. Pure bookkeeping: sequence numbers, what has arrived
+and what was consumed on either side, what must be sent again, when the peer was last heard. Time is an argument.
 
 Invariants (tests/bus/test_session.py): messages come out in the order of their numbers, each once, whatever the network
 drops, doubles or reorders; credit never exceeds the window.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -23,6 +24,21 @@ from nereus.errors import ProtocolError
 Frames = tuple[Buffer, ...]
 
 _MAX_BACKOFF = 5
+
+
+class Channel(Protocol):
+    """Carries the big frames of one conversation past the bus (see ``shared.py``)."""
+
+    def put(self, frames: Frames, threshold_bytes: int) -> tuple[Frames, tuple[SharedFrame, ...]]:
+        """Move big frames away; return the others and where the moved ones lie."""
+
+    def release(self, shared: tuple[SharedFrame, ...]) -> None:
+        """Note that the peer has taken these."""
+
+    def take(self, frames: Frames, shared: tuple[SharedFrame, ...]) -> Frames:
+        """Undo ``put`` on the other end; ``ProtocolError`` if a frame is not what was promised."""
+
+    def close(self) -> None: ...
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -72,17 +88,37 @@ class Arrived(Struct, frozen=True):
 
 
 class Session:
-    """One conversation; ``incarnation`` is empty until the peer has spoken (client ends only)."""
+    """One conversation; ``incarnation`` is empty until the peer has spoken (client ends only).
+
+    ``pending`` holds the numbers that wait for the application; ``early`` what came before its turn.
+    """
 
     __slots__ = (
-        "peer", "incarnation", "host", "next_seq", "acked", "credited", "unacked", "received", "consumed", "pending",
-        "early", "told_ack", "told_consumed", "heard_at", "spoke_at", "broken_at", "violations",
-    )  # fmt: skip
+        "acked",
+        "broken_at",
+        "channel",
+        "consumed",
+        "credited",
+        "early",
+        "heard_at",
+        "host",
+        "incarnation",
+        "next_seq",
+        "peer",
+        "pending",
+        "received",
+        "spoke_at",
+        "told_ack",
+        "told_consumed",
+        "unacked",
+        "violations",
+    )
 
-    def __init__(self, peer: str, incarnation: str, now: float) -> None:
+    def __init__(self, peer: str, incarnation: str, now: float, channel: Channel | None) -> None:
         self.peer = peer
         self.incarnation = incarnation
         self.host = ""
+        self.channel = channel
         self.next_seq = 1
         self.acked = 0
         self.credited = 0
@@ -131,7 +167,9 @@ class Session:
             self.acked = ack
             unacked = self.unacked
             while unacked and unacked[0].seq <= ack:
-                unacked.popleft()
+                entry = unacked.popleft()
+                if entry.shared and self.channel:
+                    self.channel.release(entry.shared)
         if consumed > self.credited:
             self.credited = consumed
             return True
