@@ -174,7 +174,7 @@ def _staleness(axes: Any, rows: Rows) -> bool:
 
 
 def _time(axes: Any, rows: Rows) -> bool:
-    parts = time_parts(rows)
+    parts = dict(sorted(time_parts(rows).items(), key=lambda item: -math.fsum(item[1])))
     if not parts or len(rows) < 2:
         return False
     window = max(1, len(rows) // 40)

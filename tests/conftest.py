@@ -1,0 +1,19 @@
+"""What do all tests share? Reproducible property tests, one thread per process, no network."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Set before numpy or torch is loaded: test processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Derandomized: equal code gives equal examples, so a failure on one machine is a failure on every machine. The deadline
+# is off because the machines are shared.
+settings.register_profile(
+    "nereus", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("nereus")
