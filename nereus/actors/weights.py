@@ -20,7 +20,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from nereus.actors.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.actors.names import SUPERVISOR
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
@@ -40,6 +39,7 @@ from nereus.bus.messages import (
     VersionReady,
 )
 from nereus.core.plan import POLICY_TRAINING, PolicyVersion
+from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, box, conflicts, listing, missing, offsets_of
 
 MAX_BUFFERS = 3
@@ -137,8 +137,9 @@ class Relay:
         wrong = [f"{alias} -> {name}" for alias, name in tied.items() if alias in specs or name not in specs]
         if wrong:
             raise ValueError(f"a tied name must point to a stored tensor and not be stored itself: {listing(wrong)}")
-        if self._specs and (specs, dict(tied)) != (self._specs, self._tied):
-            raise ValueError(f"the relay holds another model already: {listing(_differences(self._specs, specs))}")
+        differences = _differences(self._specs, specs) if self._specs else []
+        if differences:
+            raise ValueError(f"the relay holds another model already: {listing(differences)}")
         self._specs, self._tied = specs, dict(tied)
         self._offsets, self._size_bytes = offsets_of(specs.values())
         if self._publication:
@@ -336,10 +337,16 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _differences(old: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> list[str]:
+    """Return how two models differ; how they are split is a matter of the trainers' layout."""
     lost = [f"{name} is missing" for name in old if name not in new]
     added = [f"{name} is new" for name in new if name not in old]
-    changed = [f"{name} is {new[name]}" for name in old if name in new and new[name] != old[name]]
-    return lost + added + changed or ["other tied names"]
+    kept = [(old[name], new[name]) for name in old if name in new]
+    changed = [
+        f"{after.name} is {after.dtype} {after.shape}, not {before.dtype} {before.shape}"
+        for before, after in kept
+        if (before.shape, before.dtype) != (after.shape, after.dtype)
+    ]
+    return lost + added + changed
 
 
 class WeightsActor:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nereus.actors.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
+from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.actors.weights import Busy, Relay, remove_leftovers, shared_prefix
 from nereus.bus.messages import PullFrom, PushDone, PushInto, Refused, VersionReady
 from nereus.core.plan import Layout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,7 +117,7 @@ def test_a_scalar_tensor_is_one_piece() -> None:
 def test_impossible_placements_are_the_callers_bug() -> None:
     with pytest.raises(ValueError, match="x is said to be of layer 9, but the model has 3 layers"):
         piece_of(TensorSpec("x", (1,), "float32", None, 9), LAYERS, Layout(), 0)
-    with pytest.raises(ValueError, match="x of shape .* cannot be split in dimension 1"):
+    with pytest.raises(ValueError, match=r"x of shape .* cannot be split in dimension 1"):
         piece_of(TensorSpec("x", (4,), "float32", 1, 0), LAYERS, Layout(2), 0)
     with pytest.raises(ValueError, match="has no slot number 2"):
         piece_of(SPECS[0], LAYERS, Layout(2), 2)
@@ -223,7 +225,7 @@ def test_offsets_are_aligned_and_disjoint() -> None:
     offsets, size = offsets_of(SPECS)
     spans = sorted((offsets[spec.name], offsets[spec.name] + tensor_bytes(spec)) for spec in SPECS)
     assert all(start % 64 == 0 for start, _ in spans)
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= size
 
 
