@@ -1,4 +1,4 @@
-"""What runs where: model-stages, layouts, elastic model units and the plan that holds them.
+"""What runs where? Model-stages, layouts, elastic model units and the plan that holds them.
 
 Values only. Invariants (tests/core/test_plan.py): a layout's text form round-trips; an EMU has exactly
 ``tp * pp`` distinct slots; units of one model-stage share one layout.
@@ -114,7 +114,9 @@ class Emu(msgspec.Struct, frozen=True, order=True):
 
     def __post_init__(self) -> None:
         if len(self.slots) != self.layout.slots or len(set(self.slots)) != len(self.slots):
-            raise ValueError(f"{self.id} with layout {self.layout} needs {self.layout.slots} distinct slots, got {self.slots}")
+            raise ValueError(
+                f"{self.id} with layout {self.layout} needs {self.layout.slots} distinct slots, got {self.slots}"
+            )
 
     @property
     def id(self) -> str:
