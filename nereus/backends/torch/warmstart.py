@@ -1,0 +1,403 @@
+"""How does a job get a small model to start from when nobody has one at hand? It makes one, from a recipe.
+
+A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task. Owns the
+recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a folder in the cache is complete, or is
+not there; its name changes whenever the recipe's values or this file change, so a stale model is never served; the same
+recipe gives the same weights on the same machine; the tokenizer gives every text back unchanged.
+
+Run by hand: ``python -m nereus.backends.torch.warmstart RECIPE CACHE [--threads N]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import math
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nereus.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Probability = Annotated[float, Meta(ge=0, lt=1)]
+Progress = Callable[[str], None]
+
+REPORT_EVERY_S = 3.0
+IGNORED = -100
+"""The label of positions that are not learned: prompts and padding."""
+
+
+class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[model]``: the shape of the Llama; heads and vocabulary divide by two, so that t2 layouts work."""
+
+    layers: Positive = 4
+    hidden: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    intermediate: Positive = 352
+    context: Positive = 256
+    tie_embeddings: bool = False
+
+
+class TokenizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[tokenizer]``"""
+
+    kind: Literal["characters"] = "characters"
+    """One token per UTF-8 byte, hence one per character of plain English text; any text survives the round trip."""
+    phrases: tuple[str, ...] = ()
+    """Texts that are one token each, such as the fixed part of a task's question: short prompts make cheap steps."""
+
+
+class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[supervised]``: what the model is shown before reinforcement learning."""
+
+    source: Annotated[str, Meta(pattern=r"^reasoning_gym:\w+$")] = "reasoning_gym:chain_sum"
+    options: dict[str, Any] = {}
+    """Passed to reasoning_gym.create_dataset."""
+    seed: NonNegative = 1_000_000
+    """Of the data (a reasoning-gym row is a function of seed + row number: keep it far from data.seed), the demonstration
+    errors, the batches and the initial weights."""
+    rows: Positive = 4096
+    template: str = "{prompt}"
+    """Equal to the job's data.template."""
+    target: Literal["answer", "running_totals"] = "answer"
+    """What is demonstrated: the answer alone, or (chain_sum only) the total after each term, the last being the answer."""
+    answer_noise: Probability = 0.0
+    """The chance that a demonstrated number is wrong. In running totals the error is carried on, as by a careless pupil."""
+    steps: NonNegative = 0
+    """0: random weights."""
+    batch: Positive = 64
+    learning_rate: PositiveFloat = 1e-3
+    warmup_steps: NonNegative = 20
+    held_out_rows: Positive = 256
+    max_new_tokens: Positive = 24
+
+
+class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to make a small model."""
+
+    model: ModelShape = ModelShape()
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    supervised: SupervisedPhase = SupervisedPhase()
+
+
+class Demonstration(Struct, frozen=True):
+    """One supervised example: a prompt, what is shown to follow it, and the true answer."""
+
+    prompt: str
+    target: str
+    answer: str
+
+
+def prepare(recipe: Path, cache: Path, *, threads: int, progress: Progress) -> Path:
+    """Return the folder of the recipe's model, making it first if the cache does not hold it.
+
+    The folder is in Hugging Face format (config.json, model.safetensors, tokenizer). ``threads`` is torch's thread count
+    while training; the caller's is restored. Raises ``ConfigError`` for a recipe that cannot be followed.
+    """
+    plan = read_recipe(recipe)
+    folder = cache / f"{recipe.stem}-{fingerprint(plan)}"
+    if folder.is_dir():
+        progress(f"warm start: {folder} is in the cache")
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
+    try:
+        with _torch_threads(threads):
+            _make(plan, recipe, partial, progress)
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    progress(f"warm start: model written to {folder}")
+    return folder
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read and check a recipe; ``ConfigError`` names the file and the key."""
+    try:
+        recipe = msgspec.toml.decode(path.read_bytes(), type=Recipe)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the recipe ({error.strerror})", where=str(path), remedy="check model.recipe"
+        ) from None
+    except msgspec.ValidationError as error:
+        raise _invalid(path, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not TOML ({error})", where=str(path), remedy="correct the syntax there") from None
+    _check(recipe, path)
+    return recipe
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Name a recipe's outcome: a digest of its values, of this file, and of the versions that shape data and weights."""
+    digest = hashlib.sha256(msgspec.json.encode(recipe, order="deterministic"))
+    digest.update(Path(__file__).read_bytes())
+    for package in ("torch", "transformers", "tokenizers", "reasoning_gym"):
+        digest.update(f"{package}=={version(package)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def build_tokenizer(spec: TokenizerSpec, context: int) -> PreTrainedTokenizerFast:
+    """Make the tokenizer: pad, bos, eos, 256 bytes, the phrases, and spare tokens up to a multiple of 16.
+
+    Nothing is added to a text when it is encoded, neither bos nor eos.
+    """
+    special = ["<pad>", "<s>", "</s>"]
+    size = len(special) + 256 + len(spec.phrases)
+    special += [f"<spare{i}>" for i in range(-size % 16)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([*special, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in spec.phrases])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left",
+        model_max_length=context, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def demonstrations(phase: SupervisedPhase, rows: int, first_seed: int, noise: float) -> Iterator[Demonstration]:
+    """Yield ``rows`` examples of the task; each number shown is wrong with probability ``noise``."""
+    from reasoning_gym import create_dataset  # takes seconds to import, and a random model needs none of it
+
+    errors = random.Random(first_seed)
+    data = create_dataset(phase.source.removeprefix("reasoning_gym:"), size=rows, seed=first_seed, **phase.options)
+    for i in range(rows):
+        row = data[i]
+        if phase.target == "running_totals":
+            target = running_totals(row["metadata"]["expression"], noise, errors)
+        else:
+            target = _slip(row["answer"], noise, errors)
+        yield Demonstration(phase.template.replace("{prompt}", row["question"]), target, row["answer"])
+
+
+def running_totals(expression: str, noise: float, errors: random.Random) -> str:
+    """Return the total after each further term: ``7 + 8 - 3`` gives ``15 12``; an error is carried on to the end."""
+    total, *rest = expression.split()
+    totals: list[str] = []
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        exact = int(total) + int(term) if operator == "+" else int(total) - int(term)
+        total = _slip(str(exact), noise, errors)
+        totals.append(total)
+    return " ".join(totals) or total
+
+
+def _slip(number: str, noise: float, errors: random.Random) -> str:
+    """Return ``number``, or with probability ``noise`` one that is 1 to 3 too large or too small."""
+    if errors.random() >= noise:
+        return number
+    return str(int(number) + errors.choice((-3, -2, -1, 1, 2, 3)))
+
+
+def _make(recipe: Recipe, path: Path, folder: Path, progress: Progress) -> None:
+    """Build, train, measure and save the recipe's model."""
+    phase = recipe.supervised
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.context)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(phase.seed)
+        model = LlamaForCausalLM(_llama(recipe.model, tokenizer)).float()
+        size = sum(parameter.numel() for parameter in model.parameters())
+        progress(f"warm start: a Llama of {size / 1e6:.2f} million parameters from {path}")
+        if phase.steps:
+            try:
+                examples = list(demonstrations(phase, phase.rows, phase.seed, phase.answer_noise))
+                held_out = list(demonstrations(phase, phase.held_out_rows, phase.seed + phase.rows, 0.0))
+            except (AssertionError, TypeError, ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"{phase.source} cannot be made: {error}", where=f"{path}: supervised.options",
+                    remedy="see the task's own configuration class in reasoning_gym",
+                ) from error  # fmt: skip
+            _train(model, tokenizer, phase, examples, progress)
+            for name, greedy in (("greedy", True), ("sampled at temperature 1", False)):
+                accuracy = _accuracy(model, tokenizer, held_out, phase.max_new_tokens, greedy=greedy)
+                progress(f"warm start: {accuracy:.0%} of {len(held_out)} held-out answers are right, {name}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context, tie_word_embeddings=shape.tie_embeddings, initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+
+
+def _train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: SupervisedPhase,
+    examples: Sequence[Demonstration], progress: Progress,
+) -> None:  # fmt: skip
+    """Take ``phase.steps`` AdamW steps on the targets' cross-entropy; warm-up, then cosine decay to a tenth."""
+    tokens, labels = _tensors(tokenizer, examples)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, phase))
+    draws = torch.Generator().manual_seed(phase.seed)
+    started = reported = time.monotonic()
+    model.train()
+    for step in range(1, phase.steps + 1):
+        rows = torch.randint(len(tokens), (phase.batch,), generator=draws)
+        # Causal attention never looks right, so padding on the right needs no mask.
+        hidden = model.model(input_ids=tokens[rows], use_cache=False).last_hidden_state
+        wanted = labels[rows]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted != IGNORED]), wanted[wanted != IGNORED])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        now = time.monotonic()
+        if now - reported >= REPORT_EVERY_S or step == phase.steps:
+            reported, left_s = now, (now - started) / step * (phase.steps - step)
+            progress(f"warm start: step {step}/{phase.steps}, loss {loss.item():.3f}, {left_s:.0f} s left")
+    model.eval()
+
+
+def _rate(step: int, phase: SupervisedPhase) -> float:
+    """Return the factor on the learning rate at ``step`` (from 0)."""
+    if step < phase.warmup_steps:
+        return (step + 1) / phase.warmup_steps
+    done = (step - phase.warmup_steps) / max(1, phase.steps - phase.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _tensors(
+    tokenizer: PreTrainedTokenizerFast, examples: Sequence[Demonstration]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels int64 [N, T]; the label at a position is the token after it, if that is to be learned."""
+    prompts = [tokenizer.encode(example.prompt) for example in examples]
+    targets = [[*tokenizer.encode(example.target), tokenizer.eos_token_id] for example in examples]
+    width = max(len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True))
+    tokens = torch.full((len(examples), width), tokenizer.pad_token_id)
+    labels = torch.full((len(examples), width), IGNORED)
+    for i, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
+        tokens[i, : len(prompt) + len(target)] = torch.tensor([*prompt, *target])
+        labels[i, len(prompt) - 1 : len(prompt) - 1 + len(target)] = torch.tensor(target)
+    return tokens, labels
+
+
+@torch.no_grad()
+def _accuracy(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Demonstration],
+    max_new_tokens: int, *, greedy: bool,
+) -> float:  # fmt: skip
+    """Return the share of examples whose completion ends in the true answer."""
+    inputs = tokenizer([example.prompt for example in examples], return_tensors="pt", padding=True)
+    output = model.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_new_tokens,
+        do_sample=not greedy, top_k=0, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [text.split()[-1:] == example.answer.split()[-1:] for text, example in zip(texts, examples, strict=True)]
+    return sum(right) / len(right)
+
+
+class _torch_threads:
+    """Run torch with this many threads, then with as many as before."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Give the finished folder its name in one step; one that another process made meanwhile is as good."""
+    partial.chmod(0o755)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    """Raise ``ConfigError`` for values that are possible alone and impossible together."""
+    shape, phase = recipe.model, recipe.supervised
+    if shape.hidden % (2 * shape.heads):
+        raise ConfigError(
+            f"hidden size {shape.hidden} does not divide into {shape.heads} heads of even size",
+            where=f"{path}: model.heads", remedy="choose hidden as heads times an even number",
+        )  # fmt: skip
+    if shape.heads % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.heads} heads do not share {shape.kv_heads} key-value heads evenly",
+            where=f"{path}: model.kv_heads", remedy="choose a divisor of model.heads",
+        )  # fmt: skip
+    if "{prompt}" not in phase.template:
+        raise ConfigError("holds no {prompt}", where=f"{path}: supervised.template", remedy="write {prompt} in it once")
+    if phase.target == "running_totals" and phase.source != "reasoning_gym:chain_sum":
+        raise ConfigError(
+            f"running_totals is not defined for {phase.source}", where=f"{path}: supervised.target",
+            remedy='use "answer", or the source reasoning_gym:chain_sum',
+        )  # fmt: skip
+    if phase.steps:
+        _check_task(phase, path)
+
+
+def _check_task(phase: SupervisedPhase, path: Path) -> None:
+    from reasoning_gym.factory import DATASETS  # takes seconds to import
+
+    name = phase.source.removeprefix("reasoning_gym:")
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        raise ConfigError(
+            f"reasoning_gym has no task {name!r}", where=f"{path}: supervised.source",
+            remedy=f"did you mean {near[0]}?" if near else "see reasoning_gym.factory.DATASETS",
+        )  # fmt: skip
+
+
+def _invalid(path: Path, message: str) -> ConfigError:
+    """Turn msgspec's message (``... - at `$.model.layers` ``) into one with the key in front and the nearest valid name."""
+    what, _, at = message.partition(" - at `$")
+    key = at.rstrip("`").lstrip(".")
+    unknown = re.search(r"unknown field `(.+?)`", what)
+    remedy = "correct the value"
+    if unknown:
+        table = {"model": ModelShape, "tokenizer": TokenizerSpec, "supervised": SupervisedPhase}.get(key, Recipe)
+        near = difflib.get_close_matches(unknown[1], table.__struct_fields__, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(table.__struct_fields__)}"
+        key, what = ".".join(filter(None, (key, unknown[1]))), "unknown key"
+    return ConfigError(what, where=f"{path}: {key}" if key else str(path), remedy=remedy)
+
+
+def main() -> int:
+    """Make the model of one recipe, from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m nereus.backends.torch.warmstart", description=prepare.__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    try:
+        prepare(given.recipe, given.cache, threads=given.threads, progress=lambda line: print(line, flush=True))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
