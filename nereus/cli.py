@@ -7,7 +7,6 @@ and dry runs answer at once. Exit codes: 0 success, 1 failure, 2 wrong input, 13
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +23,11 @@ Settings = Annotated[Overrides, Parameter(parse=False)]
 
 
 def _version() -> str:
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version("nereus")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("nereus")
+    except metadata.PackageNotFoundError:
         return "unknown (run from source, not installed)"
 
 

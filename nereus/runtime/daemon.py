@@ -39,7 +39,7 @@ def launch(
 ) -> int:
     """Check the job and run it to its end; return the exit code. Raises ``ConfigError`` for wrong input."""
     job = load_job(files, overrides)
-    shape = preflight(job)
+    shape = preflight(job, quick=dry_run)
     if dry_run:
         from nereus.runtime.dryrun import describe
 
@@ -49,10 +49,10 @@ def launch(
         complain(f"note: {note}")
 
     from nereus.bus.loop import run
+    from nereus.runtime.live import supervise
     from nereus.runtime.resume import JOB_FILE, changes, open_run
-    from nereus.runtime.supervisor import supervise
 
-    folder, checkpoint = open_run(job, resume=resume, run_dir=run_dir)
+    folder, checkpoint = open_run(job, resume=resume, run_dir=run_dir, warn=complain)
     try:
         stored = folder.configs / JOB_FILE
         for change in changes(stored, job) if stored.exists() else ():

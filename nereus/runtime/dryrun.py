@@ -20,7 +20,7 @@ from nereus.transition.reshard import layer_range
 MIB = 1024 * 1024
 
 
-def describe(job: LoadedJob, shape: ModelShape | None, *, local_workers: bool) -> str:
+def describe(job: LoadedJob, shape: ModelShape, *, local_workers: bool) -> str:
     """Return the whole dry run as text."""
     plan = initial_plan(job.config)
     comments = [
@@ -71,10 +71,7 @@ def _section(title: str, lines: Iterator[str]) -> list[str]:
     return ["", f"{title}:", *body] if body else []
 
 
-def _memory(job: LoadedJob, shape: ModelShape | None, plan: Plan) -> Iterator[str]:
-    if shape is None:
-        yield "unknown until the recipe's model is made"
-        return
+def _memory(job: LoadedJob, shape: ModelShape, plan: Plan) -> Iterator[str]:
     yield f"the model has {shape.parameters:,} parameters"
     for emu in plan.emus:
         for slot, parts in unit_memory(job, shape, emu):

@@ -15,38 +15,56 @@ from typing import Any
 import msgspec
 
 import nereus.backends
+from nereus.actors.reasoning_task import PREFIX, is_task
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.load import read_document
 from nereus.configuration.rules import replication
 from nereus.core.shape import ModelShape
 from nereus.errors import ConfigError
+from nereus.runtime.dataset import open_dataset
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_HEADS = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
+_RECIPE_TOKENS = 256
+"""Tokens of a recipe's character tokenizer besides its phrases and special tokens: one for each byte."""
+_RECIPE_DEFAULTS = {
+    "layers": 4,
+    "hidden": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "intermediate": 352,
+    "context": 256,
+    "tie_embeddings": False,
+}
+_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
 
 
-def preflight(job: LoadedJob) -> ModelShape | None:
-    """Refuse a job that cannot start; return the model's shape (None if a recipe does not state one)."""
+def preflight(job: LoadedJob, *, quick: bool = False) -> ModelShape:
+    """Refuse a job that cannot start; return the model's shape.
+
+    ``quick`` leaves out what needs reasoning-gym's import, which takes seconds: its task names, options and columns.
+    """
     _check_backends(job)
     shape = model_shape(job)
-    if shape is not None:
-        _check_layouts(job, shape)
-        _check_lengths(job, shape)
-    _check_data(job)
-    _check_reward(job)
+    _check_layouts(job, shape)
+    _check_lengths(job, shape)
+    try:
+        columns = _check_data(job, quick)
+        _check_reward(job, columns)
+    except ConfigError as error:
+        if error.where in job.provenance:
+            raise job.refuse(error.where, error.what, error.remedy) from None
+        raise
     return shape
 
 
-def model_shape(job: LoadedJob) -> ModelShape | None:
-    """Read the model's sizes from the folder's config.json, or from the recipe's ``[model]`` table."""
+def model_shape(job: LoadedJob) -> ModelShape:
+    """Read the model's sizes from the folder's config.json, or from the recipe."""
     model = job.config.model
     if model.recipe:
-        document, _ = read_document(_existing(job, "model.recipe", Path(model.recipe)))
-        stated = document.get("model", {})
-        if not isinstance(stated, dict) or not stated.keys() >= _HEADS:
-            return None
-        return _shape(stated, job, "model.recipe", Path(model.recipe))
+        path = _existing(job, "model.recipe", Path(model.recipe))
+        document, _ = read_document(path)
+        return _recipe_shape(document, job, path)
     folder = _existing(job, "model.path", Path(model.path))
     if not folder.is_dir():
         raise job.refuse("model.path", f"{folder} is not a folder", "name a Hugging Face model folder")
@@ -70,9 +88,29 @@ def _json(path: Path, job: LoadedJob) -> dict[str, Any]:
     return document
 
 
+def _recipe_shape(document: dict[str, Any], job: LoadedJob, path: Path) -> ModelShape:
+    """Read what a recipe says of its model; the recipe's own reader (the warm start) checks the rest."""
+    stated = {**_RECIPE_DEFAULTS, **document.get("model", {})}
+    phrases = document.get("tokenizer", {}).get("phrases", [])
+    try:
+        return ModelShape(
+            layers=stated["layers"],
+            hidden=stated["hidden"],
+            heads=stated["heads"],
+            kv_heads=stated["kv_heads"],
+            head_dim=stated["hidden"] // stated["heads"],
+            intermediate=stated["intermediate"],
+            vocab=_RECIPE_TOKENS + len(phrases),
+            max_positions=stated["context"],
+            tied=stated["tie_embeddings"],
+        )
+    except (TypeError, ZeroDivisionError) as error:
+        raise job.refuse("model.recipe", f"{path} holds sizes that make no model: {error}", "correct [model]") from None
+
+
 def _shape(document: dict[str, Any], job: LoadedJob, key: str, path: Path) -> ModelShape:
     """Translate the field names of Hugging Face configurations."""
-    missing = sorted(_HEADS - document.keys())
+    missing = sorted(_SIZES - document.keys())
     if missing:
         raise job.refuse(
             key,
@@ -129,32 +167,27 @@ def _check_lengths(job: LoadedJob, shape: ModelShape) -> None:
         )
 
 
-def _check_data(job: LoadedJob) -> None:
-    source = job.config.data.source
-    kind, _, name = source.partition(":")
-    if kind == "reasoning_gym":
+def _check_data(job: LoadedJob, quick: bool) -> tuple[str, ...] | None:
+    """Open the data set; return its rows' columns (None: not looked at)."""
+    data = job.config.data
+    if is_task(data):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise job.refuse("data.source", "reasoning-gym is not installed", "pip install 'nereus[train]'")
-        if not name:
-            raise job.refuse("data.source", "no data set is named", "write reasoning_gym:NAME, such as chain_sum")
-        return
-    path = _existing(job, "data.source", Path(source))
-    if not path.is_file() or path.stat().st_size == 0:
-        raise job.refuse("data.source", f"{path} is not a file with rows", "name a JSONL file, one JSON object a line")
+        if not data.source.removeprefix(PREFIX):
+            raise job.refuse("data.source", "no task is named", "write reasoning_gym:NAME, such as chain_sum")
+        if quick:
+            return None
+    else:
+        _existing(job, "data.source", Path(data.source))
+    return tuple(open_dataset(data).row(0).columns)
 
 
-def _check_reward(job: LoadedJob) -> None:
-    function = job.config.reward.function
-    if not function:
-        return
-    try:
-        from nereus.actors import reward_function  # may import the operator's code
-    except ImportError:
-        return
-    try:
-        reward_function.preflight(function)
-    except ConfigError as error:
-        raise job.refuse("reward.function", error.what, error.remedy) from None
+def _check_reward(job: LoadedJob, columns: tuple[str, ...] | None) -> None:
+    """Load the operator's function in a process of its own."""
+    if job.config.reward.function:
+        from nereus.actors.reward import check_reward  # brings asyncio and more, which a quick dry run does not need
+
+        check_reward(job.config.reward, job.config.data, columns=columns)
 
 
 def _existing(job: LoadedJob, key: str, path: Path) -> Path:

@@ -8,17 +8,20 @@ Invariant (tests/runtime/test_resume.py): a folder that is not a committed check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from nereus.backends.manifest import MANIFEST
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.load import load_job
 from nereus.configuration.render import setting, toml_value
-from nereus.errors import ConfigError
+from nereus.errors import CheckpointError, ConfigError
+from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.folder import RunFolder
 
-MANIFEST = "manifest.json"
 JOB_FILE = "job.toml"
+
+Warn = Callable[[str], None]
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -26,7 +29,7 @@ _STEP = re.compile(r"step_(\d+)")
 def committed_checkpoints(run: Path) -> dict[int, Path]:
     """Return the committed checkpoints of a run folder by step, oldest first.
 
-    A checkpoint is committed by renaming its folder to ``step_N`` once every file is on disk, the manifest last.
+    They are committed by renaming (``checkpoints.py``); whether they are whole is another question.
     """
     found = {
         int(match[1]): entry
@@ -46,35 +49,61 @@ def newest_run(root: Path, name: str) -> Path | None:
     return max(numbered, default=(0, None), key=lambda pair: pair[0])[1]
 
 
-def open_run(job: LoadedJob, *, resume: str | None, run_dir: Path | None) -> tuple[RunFolder, Path | None]:
-    """Make or take over the run folder; return it, locked, with the checkpoint to go on from (None: afresh)."""
+def open_run(job: LoadedJob, *, resume: str | None, run_dir: Path | None, warn: Warn) -> tuple[RunFolder, Path | None]:
+    """Make or take over the run folder; return it, locked, with the checkpoint to go on from (None: afresh).
+
+    ``warn`` hears of damaged checkpoints that were passed over.
+    """
     root, name = Path(job.config.run.dir), job.config.run.name
     if resume is None:
         return RunFolder.create(root, name, path=run_dir), None
     if resume not in ("auto", "latest") and not resume.isdigit():
-        return _from_folder(job, Path(resume), run_dir)
+        return _from_folder(job, Path(resume), run_dir, warn)
     run = run_dir if run_dir is not None else newest_run(root, name)
-    known = committed_checkpoints(run) if run is not None else {}
-    if resume == "auto" and (run is None or not (run / "STATUS").is_file()):
-        return RunFolder.create(root, name, path=run_dir), None
-    if resume == "auto" and not known and run is not None:
-        return RunFolder.open(run), None
-    where = str(run) if run is not None else str(root)
-    if run is None or not known:
+    if run is None or not (run / "STATUS").is_file():
+        if resume == "auto":
+            return RunFolder.create(root, name, path=run_dir), None
         raise ConfigError(
-            "there is no committed checkpoint to resume from", where=where, remedy="use --resume auto, or no --resume"
+            "there is no run to resume", where=str(run or root), remedy="use --resume auto, or no --resume"
         )
-    step = max(known) if resume == "latest" or resume == "auto" else int(resume)
-    if step not in known:
-        raise ConfigError(
-            f"there is no committed checkpoint of step {step}",
-            where=where,
-            remedy=f"choose one of {', '.join(map(str, known))}",
-        )
-    return RunFolder.open(run), known[step]
+    folder = RunFolder.open(run)
+    try:
+        return folder, _choose(folder, resume, warn)
+    except ConfigError:
+        folder.close()
+        raise
 
 
-def _from_folder(job: LoadedJob, folder: Path, run_dir: Path | None) -> tuple[RunFolder, Path | None]:
+def _choose(folder: RunFolder, resume: str, warn: Warn) -> Path | None:
+    """Return the checkpoint that ``resume`` names; damaged ones are passed over, but never silently."""
+    store = CheckpointStore(folder.checkpoints, keep=1)
+    if resume.isdigit():
+        known = committed_checkpoints(folder.path)
+        if int(resume) not in known:
+            raise ConfigError(
+                f"there is no committed checkpoint of step {resume}",
+                where=str(folder.path),
+                remedy=f"choose one of {', '.join(map(str, known))}" if known else "there is none at all",
+            )
+        try:
+            store.validate(known[int(resume)])
+        except CheckpointError as error:
+            raise ConfigError(str(error), where=str(folder.path), remedy="choose another checkpoint") from None
+        return known[int(resume)]
+    search = store.newest()
+    if search.folder is None and (resume == "latest" or search.passed_over):
+        why = "; ".join(search.passed_over) or "there is none"
+        raise ConfigError(
+            f"no checkpoint to resume from is whole: {why}",
+            where=str(folder.path),
+            remedy="name another run folder, or start afresh without --resume",
+        )
+    for damage in search.passed_over:
+        warn(f"checkpoint passed over: {damage}")
+    return search.folder
+
+
+def _from_folder(job: LoadedJob, folder: Path, run_dir: Path | None, warn: Warn) -> tuple[RunFolder, Path | None]:
     if (folder / MANIFEST).is_file():
         root, name = Path(job.config.run.dir), job.config.run.name
         return RunFolder.create(root, name, path=run_dir), folder.absolute()
@@ -85,7 +114,7 @@ def _from_folder(job: LoadedJob, folder: Path, run_dir: Path | None) -> tuple[Ru
                 where="command line",
                 remedy="leave --run-dir out, or resume from one of the run's checkpoints",
             )
-        return open_run(job, resume="latest", run_dir=folder.absolute())
+        return open_run(job, resume="latest", run_dir=folder.absolute(), warn=warn)
     raise ConfigError(
         "is neither a run folder nor a committed checkpoint",
         where=f"--resume {folder}",

@@ -51,7 +51,6 @@ def refusal(path: Path, *overrides: tuple[str, str]) -> str:
 
 def test_a_sound_job_passes_and_yields_the_shape(tmp_path: Path) -> None:
     shape = preflight(load(model(tmp_path)))
-    assert shape is not None
     assert (shape.layers, shape.head_dim, shape.tied, shape.qkv_bias) == (4, 8, True, False)
 
 
@@ -104,8 +103,8 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
     path = model(tmp_path)
     assert "rows.jsonl does not exist" in refusal(path, ("data.source", str(tmp_path / "rows.jsonl")), reward)
     (tmp_path / "empty.jsonl").touch()
-    assert "is not a file with rows" in refusal(path, ("data.source", str(tmp_path / "empty.jsonl")), reward)
-    assert "no data set is named" in refusal(path, ("data.source", "reasoning_gym:"))
+    assert "holds no rows" in refusal(path, ("data.source", str(tmp_path / "empty.jsonl")), reward)
+    assert "no task is named" in refusal(path, ("data.source", "reasoning_gym:"))
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
@@ -119,17 +118,53 @@ def test_recipes_are_looked_up(tmp_path: Path) -> None:
     overrides = [("model.recipe", str(recipe)), ("train.layout", "t2"), ("rollout.layout", "d1")]
     with pytest.raises(ConfigError, match="does not exist"):
         preflight(load_job([], overrides))
-    recipe.write_text("[model]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in SIZES.items()))
-    assert preflight(load_job([], overrides)) is not None
-    with pytest.raises(ConfigError, match="pipeline degree 5"):
-        preflight(load_job([], [*overrides, ("train.layout", "p5"), ("cluster.slots", "8")]))
+    recipe.write_text("[model]\nlayers = 2\nhidden = 96\nheads = 4\ncontext = 512\n")
+    shape = preflight(load_job([], overrides), quick=True)
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (2, 2, 24)
+    with pytest.raises(ConfigError, match="pipeline degree 3 is above the model's 2 layers"):
+        preflight(load_job([], [*overrides, ("train.layout", "p3")]))
+    recipe.write_text("[model]\nheads = 0\n")
+    with pytest.raises(ConfigError, match="no model"):
+        preflight(load_job([], overrides))
+
+
+def test_rewards_are_loaded_and_checked_against_the_columns(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2", "level": 3}\n')
+    code = tmp_path / "score.py"
+    code.write_text(
+        "def good(completions, level, **kwargs):\n    return [0.0] * len(completions)\n\n"
+        "def needs_more(completions, levels):\n    return []\n"
+    )
+    path = model(tmp_path)
+
+    def job(function: str) -> tuple[tuple[str, str], ...]:
+        return ("data.source", str(rows)), ("reward.function", f"{tmp_path}/{function}")
+
+    preflight(load(path, *job("score.py:good")))
+    assert "did you mean good?" in refusal(path, *job("score.py:goood"))
+    assert "did you mean score.py?" in refusal(path, *job("scores.py:good"))
+    assert "did you mean level?" in refusal(path, *job("score.py:needs_more"))
+    code.write_text("import no_such_module\n")
+    assert "no_such_module" in refusal(path, *job("score.py:good"))
+    rows.write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        preflight(load(path, *job("score.py:good")))
+    assert f"{rows}:1" in caught.value.where
+
+
+def test_unknown_tasks_are_refused_unless_quick(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    assert "chain_sum" in refusal(path, ("data.source", "reasoning_gym:chain_sun"))
+    assert "max_terms" in refusal(path, ("data.options.max_termz", "3"))
+    preflight(load(path, ("data.source", "reasoning_gym:chain_sun")), quick=True)
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from nereus.configuration.load import load_job;"
         "from nereus.runtime.preflight import preflight;"
-        f"preflight(load_job([], [('model.path', {str(model(tmp_path))!r})]));"
+        f"preflight(load_job([], [('model.path', {str(model(tmp_path))!r})]), quick=True);"
         "print({'torch', 'zmq', 'transformers', 'reasoning_gym', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

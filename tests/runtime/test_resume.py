@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from nereus.backends.manifest import MANIFEST
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.load import load_job
 from nereus.configuration.render import to_toml
 from nereus.errors import ConfigError
+from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.folder import RunFolder
-from nereus.runtime.resume import MANIFEST, changes, committed_checkpoints, open_run
+from nereus.runtime.resume import changes, committed_checkpoints, open_run
 
 
 def job(tmp_path: Path, *overrides: tuple[str, str]) -> LoadedJob:
@@ -22,15 +24,16 @@ def started(loaded: LoadedJob, *steps: int) -> Path:
     """Make a run folder that an earlier run has left, with committed checkpoints."""
     folder = RunFolder.create(Path(loaded.config.run.dir), loaded.config.run.name)
     folder.write_status("stopped")
+    store = CheckpointStore(folder.checkpoints, keep=99)
     for step in steps:
-        (folder.checkpoints / f"step_{step}").mkdir()
-        (folder.checkpoints / f"step_{step}" / MANIFEST).write_text("{}")
+        store.begin(step)
+        store.commit(step, [], {})
     folder.close()
     return folder.path
 
 
 def chosen(loaded: LoadedJob, resume: str | None, run_dir: Path | None = None) -> tuple[Path, Path | None]:
-    folder, checkpoint = open_run(loaded, resume=resume, run_dir=run_dir)
+    folder, checkpoint = open_run(loaded, resume=resume, run_dir=run_dir, warn=print)
     folder.close()
     return folder.path, checkpoint
 
@@ -47,7 +50,7 @@ def test_auto_goes_on_if_there_is_something(tmp_path: Path) -> None:
     loaded = job(tmp_path)
     assert chosen(loaded, "auto")[1] is None
     path = started(loaded, 5, 10)
-    assert chosen(loaded, "auto") == (path, path / "checkpoints" / "step_10")
+    assert chosen(loaded, "auto") == (path, path / "checkpoints" / "step_00000010")
     bare = started(loaded)
     assert chosen(loaded, "auto") == (bare, None)
 
@@ -59,30 +62,47 @@ def test_auto_with_a_named_folder(tmp_path: Path) -> None:
 
 def test_latest_and_steps_must_exist(tmp_path: Path) -> None:
     loaded = job(tmp_path)
-    with pytest.raises(ConfigError, match="no committed checkpoint"):
+    with pytest.raises(ConfigError, match="no run to resume"):
         chosen(loaded, "latest")
     path = started(loaded, 9, 10)
-    assert chosen(loaded, "latest")[1] == path / "checkpoints" / "step_10"
-    assert chosen(loaded, "9")[1] == path / "checkpoints" / "step_9"
+    assert chosen(loaded, "latest")[1] == path / "checkpoints" / "step_00000010"
+    assert chosen(loaded, "9")[1] == path / "checkpoints" / "step_00000009"
     with pytest.raises(ConfigError, match="step 8; choose one of 9, 10"):
         chosen(loaded, "8")
 
 
 def test_uncommitted_folders_are_never_chosen(tmp_path: Path) -> None:
     path = started(job(tmp_path), 5)
-    for name in ("step_7", "step_8.tmp", ".step_9", "other"):
+    for name in ("step_00000007", "step_00000008.tmp", ".step_00000009", "other"):
         (path / "checkpoints" / name).mkdir()
-    (path / "checkpoints" / "step_8.tmp" / MANIFEST).write_text("{}")
+    (path / "checkpoints" / "step_00000008.tmp" / MANIFEST).write_text("{}")
     assert list(committed_checkpoints(path)) == [5]
+    assert chosen(job(tmp_path), "latest") == (path, path / "checkpoints" / "step_00000005")
+
+
+def test_damaged_checkpoints_are_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = job(tmp_path)
+    path = started(loaded, 5, 10)
+    (path / "checkpoints" / "step_00000010" / MANIFEST).write_text("{}")
+    for resume in ("auto", "latest"):
+        assert chosen(loaded, resume)[1] == path / "checkpoints" / "step_00000005"
+        assert "step_00000010" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="choose another checkpoint"):
+        chosen(loaded, "10")
+    (path / "checkpoints" / "step_00000005" / MANIFEST).write_text("{}")
+    for resume in ("auto", "latest"):
+        with pytest.raises(ConfigError, match="no checkpoint to resume from is whole"):
+            chosen(loaded, resume)
+    assert chosen(loaded, None)[1] is None
 
 
 def test_a_run_folder_continues_and_a_checkpoint_forks(tmp_path: Path) -> None:
     loaded = job(tmp_path)
     path = started(loaded, 5)
-    assert chosen(loaded, str(path)) == (path, path / "checkpoints" / "step_5")
-    forked, checkpoint = chosen(loaded, str(path / "checkpoints" / "step_5"))
+    assert chosen(loaded, str(path)) == (path, path / "checkpoints" / "step_00000005")
+    forked, checkpoint = chosen(loaded, str(path / "checkpoints" / "step_00000005"))
     assert forked != path
-    assert checkpoint == path / "checkpoints" / "step_5"
+    assert checkpoint == path / "checkpoints" / "step_00000005"
     with pytest.raises(ConfigError, match="neither a run folder nor"):
         chosen(loaded, str(tmp_path))
     with pytest.raises(ConfigError, match="names another one"):
@@ -100,7 +120,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_other_runs_of_longer_names_are_not_taken(tmp_path: Path) -> None:
     started(job(tmp_path, ("run.name", "run-long")), 5)
-    with pytest.raises(ConfigError, match="no committed checkpoint"):
+    with pytest.raises(ConfigError, match="no run to resume"):
         chosen(job(tmp_path), "latest")
 
 
