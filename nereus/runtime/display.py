@@ -394,7 +394,7 @@ def duration(seconds: float) -> str:
     """Return ``3 h 02 min``, ``4 min 05 s`` or ``12.3 s``; a dash if it is not known."""
     if not math.isfinite(seconds):
         return "–"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

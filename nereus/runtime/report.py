@@ -96,7 +96,9 @@ def _svg(draw: Callable[[Any], bool]) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nereus", "font.family": "sans-serif"}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        figure = Figure(figsize=_SIZE_INCHES)
+        # Fixed margins: laying out automatically would draw everything three times.
+        figure.subplots_adjust(left=0.11, right=0.985, bottom=0.15, top=0.87)
         axes = figure.add_subplot()
         _style(axes)
         if not draw(axes):
