@@ -12,6 +12,7 @@ never reused; versions only grow; no file outlives ``close``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import time
@@ -39,6 +40,7 @@ from nereus.bus.messages import (
     VersionReady,
 )
 from nereus.core.plan import POLICY_TRAINING, PolicyVersion
+from nereus.errors import PeerLost
 from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, box, conflicts, listing, missing, offsets_of
 
@@ -374,6 +376,8 @@ class WeightsActor:
         self._lock = asyncio.Lock()
         self._freed = asyncio.Condition(self._lock)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, list[asyncio.Task[None]]] = {}
+        """Pushes that wait for room, by writer."""
         self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
 
     async def handle(self, delivery: Delivery) -> Message | None:
@@ -413,6 +417,8 @@ class WeightsActor:
             self.relay.reader_gone(event.peer)
             dropped = self.relay.writer_gone(event.peer)
             self._freed.notify_all()
+        for task in self._waiting.pop(event.peer, ()):
+            task.cancel()
         if dropped:
             await self._report(dropped)
 
@@ -449,7 +455,8 @@ class WeightsActor:
             answer = self._begin_now(message)
         if not isinstance(answer, Busy):
             return answer
-        self._spawn(self._begin_later(delivery, message), f"push {message.version} of {message.writer} waits")
+        waiting = self._spawn(self._begin_later(delivery, message), f"push {message.version} of {message.writer} waits")
+        self._waiting.setdefault(message.writer, []).append(waiting)
         return None
 
     def _begin_now(self, message: PushBegin) -> PushInto | Refused | Busy:
@@ -468,8 +475,10 @@ class WeightsActor:
         except TimeoutError:
             why = answer.reason if isinstance(answer, Busy) else ""
             answer = Refused(f"version {message.version} found no room within {self._wait_s:g} s: {why}")
+        self._waiting.pop(message.writer, None)
         assert not isinstance(answer, Busy)
-        await self._service.reply(delivery, answer)
+        with contextlib.suppress(PeerLost):  # its PeerGone takes back what it was granted
+            await self._service.reply(delivery, answer)
 
     async def _done(self, message: PushDone) -> Message:
         async with self._lock:
@@ -494,10 +503,11 @@ class WeightsActor:
     async def _report(self, reason: str) -> None:
         await self._control.send(SUPERVISOR, Fault("weight relay", reason, fatal=False))
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
