@@ -1,9 +1,9 @@
 """How does a job get a small model to start from when nobody has one at hand? It makes one, from a recipe.
 
-A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task. Owns the
-recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a folder in the cache is complete, or is
-not there; its name changes whenever the recipe's values or this file change, so a stale model is never served; the same
-recipe gives the same weights on the same machine; the tokenizer gives every text back unchanged.
+A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task. Owns
+the recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a folder in the cache is complete,
+or is not there; its name changes whenever the recipe's values or this file change, so a stale model is never served;
+the same recipe gives the same weights on the same machine; the tokenizer gives every text back unchanged.
 
 Run by hand: ``python -m nereus.backends.torch.warmstart RECIPE CACHE [--threads N]``.
 """
@@ -72,15 +72,15 @@ class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     options: dict[str, Any] = {}
     """Passed to reasoning_gym.create_dataset."""
     seed: NonNegative = 1_000_000
-    """Of the data (a reasoning-gym row is a function of seed + row number: keep it far from data.seed), the demonstration
-    errors, the batches and the initial weights."""
+    """Of the data (a reasoning-gym row is a function of seed + row number: keep it far from data.seed), of the errors
+    shown, the batches and the initial weights."""
     rows: Positive = 4096
     template: str = "{prompt}"
     """Equal to the job's data.template."""
     target: Literal["answer", "running_totals"] = "answer"
-    """What is demonstrated: the answer alone, or (chain_sum only) the total after each term, the last being the answer."""
+    """What is shown: the answer alone, or (chain_sum only) the total after each further term, up to the answer."""
     answer_noise: Probability = 0.0
-    """The chance that a demonstrated number is wrong. In running totals the error is carried on, as by a careless pupil."""
+    """The chance that a number shown is wrong; in running totals the error is carried on, as by a careless pupil."""
     steps: NonNegative = 0
     """0: random weights."""
     batch: Positive = 64
@@ -109,8 +109,8 @@ class Demonstration(Struct, frozen=True):
 def prepare(recipe: Path, cache: Path, *, threads: int, progress: Progress) -> Path:
     """Return the folder of the recipe's model, making it first if the cache does not hold it.
 
-    The folder is in Hugging Face format (config.json, model.safetensors, tokenizer). ``threads`` is torch's thread count
-    while training; the caller's is restored. Raises ``ConfigError`` for a recipe that cannot be followed.
+    The folder is in Hugging Face format (config.json, model.safetensors, tokenizer). ``threads`` is torch's thread
+    count while training; the caller's is restored. Raises ``ConfigError`` for a recipe that cannot be followed.
     """
     plan = read_recipe(recipe)
     folder = cache / f"{recipe.stem}-{fingerprint(plan)}"
@@ -146,7 +146,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Name a recipe's outcome: a digest of its values, of this file, and of the versions that shape data and weights."""
+    """Name a recipe's outcome: a digest of its values, of this file, and of the packages that shape the model."""
     digest = hashlib.sha256(msgspec.json.encode(recipe, order="deterministic"))
     digest.update(Path(__file__).read_bytes())
     for package in ("torch", "transformers", "tokenizers", "reasoning_gym"):
@@ -282,7 +282,7 @@ def _rate(step: int, phase: SupervisedPhase) -> float:
 def _tensors(
     tokenizer: PreTrainedTokenizerFast, examples: Sequence[Demonstration]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels int64 [N, T]; the label at a position is the token after it, if that is to be learned."""
+    """Return tokens and labels int64 [N, T]: a position's label is the token after it, if that is to be learned."""
     prompts = [tokenizer.encode(example.prompt) for example in examples]
     targets = [[*tokenizer.encode(example.target), tokenizer.eos_token_id] for example in examples]
     width = max(len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True))
@@ -371,7 +371,7 @@ def _check_task(phase: SupervisedPhase, path: Path) -> None:
 
 
 def _invalid(path: Path, message: str) -> ConfigError:
-    """Turn msgspec's message (``... - at `$.model.layers` ``) into one with the key in front and the nearest valid name."""
+    """Turn msgspec's message (``... - at `$.model.layers` ``) into one with the key in front and a remedy."""
     what, _, at = message.partition(" - at `$")
     key = at.rstrip("`").lstrip(".")
     unknown = re.search(r"unknown field `(.+?)`", what)
@@ -385,18 +385,24 @@ def _invalid(path: Path, message: str) -> ConfigError:
 
 
 def main() -> int:
-    """Make the model of one recipe, from the command line."""
+    """Make the model of one recipe, from the command line; the last line printed is its folder."""
     parser = argparse.ArgumentParser(prog="python -m nereus.backends.torch.warmstart", description=prepare.__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("cache", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     try:
-        prepare(given.recipe, given.cache, threads=given.threads, progress=lambda line: print(line, flush=True))
+        folder = prepare(given.recipe, given.cache, threads=given.threads, progress=_say)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 2
+    _say(str(folder))
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""Recipes: what they refuse, what they make, and that the cache never serves a stale or half-made model."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nereus.errors import ConfigError
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
+
+from nereus.backends.torch.warmstart import (  # noqa: E402
+    IGNORED,
+    SupervisedPhase,
+    TokenizerSpec,
+    _tensors,
+    build_tokenizer,
+    demonstrations,
+    fingerprint,
+    prepare,
+    read_recipe,
+    running_totals,
+)
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny.toml"
+SHAPE = "[model]\nlayers = 1\nhidden = 16\nheads = 2\nkv_heads = 2\nintermediate = 16\n"
+
+
+def silent(line: str) -> None:
+    """Take a line of progress and do nothing with it."""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("text", ["", "7 + 8 - 3 =", "Say: sum = ", " two  blanks\n\ttab ", "naïve 中文 🙂", "<s>"])
+def test_the_tokenizer_gives_every_text_back(text: str) -> None:
+    tokenizer = build_tokenizer(TokenizerSpec(phrases=("Say: sum = ", " + ")), context=64)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerSpec(phrases=("Say: sum = ",)), context=64)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.encode("Say: sum = 5 + 5") == tokenizer.encode("Say: sum = 5 + 5")
+    assert len(again.encode("Say: sum = 5 + 5")) == 1 + len("5 + 5")
+    assert (again.pad_token_id, again.bos_token_id, again.eos_token_id) == (0, 1, 2)
+    assert len(again) % 16 == 0
+
+
+def test_encoding_adds_nothing() -> None:
+    tokenizer = build_tokenizer(TokenizerSpec(), context=64)
+    assert tokenizer.encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
+    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_token_id], skip_special_tokens=True) == "ab"
+
+
+def test_running_totals_without_noise_end_in_the_answer() -> None:
+    assert running_totals("7 + 8 - 30", 0.0, random.Random(0)) == "15 -15"
+    phase = SupervisedPhase(target="running_totals", options={"min_terms": 2, "max_terms": 4, "max_digits": 2})
+    for example in demonstrations(phase, 50, 3, 0.0):
+        assert example.target.split()[-1] == example.answer
+
+
+def test_noise_spoils_the_stated_share_of_answers() -> None:
+    phase = SupervisedPhase(options={"max_digits": 1})
+    wrong = [example.target != example.answer for example in demonstrations(phase, 1000, 3, 0.4)]
+    assert 0.35 < sum(wrong) / len(wrong) < 0.45
+
+
+def test_only_the_target_and_its_end_are_learned() -> None:
+    tokenizer = build_tokenizer(TokenizerSpec(), context=64)
+    phase = SupervisedPhase(options={"min_terms": 2, "max_terms": 3, "max_digits": 1})
+    examples = list(demonstrations(phase, 8, 3, 0.0))
+    tokens, labels = _tensors(tokenizer, examples)
+    for example, row, wanted in zip(examples, tokens, labels, strict=True):
+        learned = wanted[wanted != IGNORED]
+        assert tokenizer.decode(learned) == example.target + "</s>"
+        positions = (wanted != IGNORED).nonzero()[:, 0]
+        assert torch.equal(row[positions + 1], learned)
+        assert positions[0] == len(tokenizer.encode(example.prompt)) - 1
+
+
+def test_a_random_model_is_made_once_and_then_taken_from_the_cache(tmp_path: Path) -> None:
+    lines: list[str] = []
+    folder = prepare(TINY, tmp_path, threads=1, progress=lines.append)
+    weights = (folder / "model.safetensors").read_bytes()
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert LlamaForCausalLM.from_pretrained(folder).config.num_hidden_layers == 2
+    assert prepare(TINY, tmp_path, threads=1, progress=lines.append) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    assert "in the cache" in lines[-1]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    other = prepare(TINY, tmp_path / "other", threads=1, progress=silent)
+    assert (other / "model.safetensors").read_bytes() == weights
+
+
+def test_training_lowers_the_loss_and_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    recipe = written(
+        tmp_path,
+        SHAPE
+        + "[supervised]\nsteps = 30\nrows = 64\nbatch = 16\nheld_out_rows = 8\nmax_new_tokens = 4\nwarmup_steps = 2\n"
+        "options = { min_terms = 2, max_terms = 2, max_digits = 1 }\n",
+    )
+    lines: list[str] = []
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    prepare(recipe, tmp_path / "cache", threads=1, progress=lines.append)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    (last,) = (line for line in lines if "step 30/30" in line)
+    assert float(last.split("loss ")[1].split(",")[0]) < 4.5  # a uniform guess costs log(272) = 5.6
+    assert sum("held-out answers" in line for line in lines) == 2
+
+
+def test_a_failure_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    recipe = written(tmp_path, SHAPE + "[supervised]\nsteps = 1\noptions = { min_terms = 0 }\n")
+    with pytest.raises(ConfigError, match=r"recipe\.toml: supervised\.options: .*min_terms"):
+        prepare(recipe, tmp_path / "cache", threads=1, progress=silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_name_changes_with_the_values_and_not_with_comments(tmp_path: Path) -> None:
+    first = fingerprint(read_recipe(written(tmp_path, SHAPE)))
+    assert fingerprint(read_recipe(written(tmp_path, "# a comment\n" + SHAPE))) == first
+    assert fingerprint(read_recipe(written(tmp_path, SHAPE.replace("layers = 1", "layers = 2")))) != first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nlayer = 2\n", r"recipe\.toml: model\.layer: unknown key; did you mean layers\?"),
+        ("[modle]\n", r"recipe\.toml: modle: unknown key; did you mean model\?"),
+        ("[supervised]\nsteps = 'many'\n", r"recipe\.toml: supervised\.steps: Expected `int`, got `str`"),
+        ("[supervised]\nanswer_noise = 1.5\n", r"recipe\.toml: supervised\.answer_noise: "),
+        ("[model]\nheads = 3\n", r"recipe\.toml: model\.heads: hidden size 128 does not divide into 3 heads"),
+        ("[model]\nkv_heads = 3\n", r"recipe\.toml: model\.kv_heads: 4 heads do not share 3"),
+        ("[supervised]\ntemplate = 'Q'\n", r"recipe\.toml: supervised\.template: "),
+        (
+            "[supervised]\nsource = 'reasoning_gym:chainsum'\nsteps = 1\n",
+            r"recipe\.toml: supervised\.source: reasoning_gym has no task 'chainsum'; did you mean chain_sum\?",
+        ),
+        ("[supervised]\nsource = 'reasoning_gym:gcd'\ntarget = 'running_totals'\n", r"supervised\.target: .* gcd|gcd"),
+        ("[model\n", r"recipe\.toml: is not TOML"),
+    ],
+)
+def test_a_bad_recipe_names_file_key_and_remedy(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(written(tmp_path, text), tmp_path / "cache", threads=1, progress=silent)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot read the recipe"):
+        prepare(tmp_path / "absent.toml", tmp_path, threads=1, progress=silent)
+
+
+@pytest.mark.live
+def test_the_command_prints_the_folder_last(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nereus.backends.torch.warmstart", str(TINY), str(tmp_path), "--threads", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert (Path(run.stdout.splitlines()[-1]) / "model.safetensors").is_file()
+    command[3] = str(tmp_path / "absent.toml")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(command[3])
