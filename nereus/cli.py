@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,8 +104,8 @@ def report(folder: Path) -> int:
     from nereus.runtime.folder import read_status
 
     read_status(folder)
-    written = _load("nereus.runtime.report").write_report(folder)
-    print(written)
+    with _extras():
+        print(importlib.import_module("nereus.runtime.report").write_report(folder))
     return EXIT_OK
 
 
@@ -243,10 +244,11 @@ def _need_files(files: Sequence[Path]) -> None:
         raise ConfigError("no job file is named", where="command line", remedy="write nereus run JOB.toml")
 
 
-def _load(module: str) -> Any:
-    """Import a module that needs an extra; say which one if it is missing."""
+@contextmanager
+def _extras() -> Iterator[None]:
+    """Say which package is missing when what is done here needs one that only an extra brings."""
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("nereus"):
             raise
@@ -259,5 +261,6 @@ def _load(module: str) -> Any:
 
 def _tool(module: str, words: Sequence[str]) -> int:
     """Run the command-line entry ``main(words) -> int`` of a backend's tool in this process."""
-    code = _load(module).main(words)
-    return EXIT_OK if code is None else code if isinstance(code, int) else EXIT_FAILURE
+    with _extras():
+        code = importlib.import_module(module).main(words)
+    return code if isinstance(code, int) else EXIT_FAILURE

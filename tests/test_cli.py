@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nereus.cli import execute
+from nereus.cli import _extras, execute
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime.daemon import guarded
 from nereus.runtime.daemon import main as supervisor
@@ -182,6 +183,16 @@ def test_missing_inputs_of_other_commands(tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        with _extras():
+            importlib.import_module("no_such_package")
+        return 0
+
+    assert guarded(command) == 2
+    assert "needs the Python package no_such_package; pip install 'nereus[train]'" in capsys.readouterr().err
+
+
 def test_version_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--version"], ["--help"], ["run", "--help"], ["completion", "bash"], ["config", "reference"]):
         assert execute(words) == 0
@@ -192,7 +203,7 @@ def test_version_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None
 def test_quick_commands_import_nothing_heavy(words: list[str], job: Path) -> None:
     line = [str(job) if word == "JOB" else word for word in words]
     script = (
-        "import sys; from nereus.cli import execute; execute(sys.argv[1:]);"
+        "import sys; from nereus.cli import _extras, execute; execute(sys.argv[1:]);"
         "print({'torch', 'zmq', 'transformers', 'numpy', 'asyncio', 'structlog'} & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run(

@@ -87,4 +87,5 @@ def _processes(job: LoadedJob, plan: Plan, local_workers: bool) -> Iterator[str]
             yield f"{RELAY}: weight-sync relay, {where}"
         else:
             yield from (f"{slot_worker(slot)}: {emu.id}, {where}" for slot in emu.slots)
-    yield f"{REWARD}: reward service with {job.config.reward.workers} scoring processes, {where}"
+    workers = job.config.reward.workers
+    yield f"{REWARD}: reward service with {workers} scoring process{'es' if workers > 1 else ''}, {where}"
