@@ -1,6 +1,6 @@
 """Do the values of a job description fit together, and does every one that the operator wrote have an effect?
 
-Pure: looks at values and their provenance only; what needs files is in ``nereus/preflight.py``. Invariants
+Pure: looks at values and their provenance only; what needs files is in ``nereus/runtime/preflight.py``. Invariants
 (tests/configuration/test_rules.py): each rule refuses with every number involved, and the defaults plus a model pass.
 """
 
