@@ -91,8 +91,10 @@ def task_scorer(data: DataConfig) -> Callable[..., list[float]]:
     """Return the task's own scorer as a reward function."""
     task = open_task(data)
 
-    def score(completions: list[str], task_index: list[int]) -> list[float]:
+    def score(prompts: list[str], completions: list[str], task_index: list[int]) -> list[float]:
         entry = task[task_index[0]]  # one group has one prompt
+        if entry["question"] != prompts[0]:
+            raise ValueError(f"entry {task_index[0]} of {data.source} asks something else here than in the data set")
         return [task.score_answer(extract_answer(completion), entry) for completion in completions]
 
     return score
