@@ -249,7 +249,7 @@ table{border-collapse:separate;border-spacing:0;width:100%;overflow:hidden}
 td,th{padding:8px 14px;text-align:left;vertical-align:top;border-top:1px solid #eef0f3}
 tr:first-child td,tr:first-child th{border-top:0}th{font-weight:500;color:#6b7280;font-size:13px;white-space:nowrap}
 td.text{font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;word-break:break-word}
-td.num{text-align:right;white-space:nowrap}
+td.num,th.num{text-align:right;white-space:nowrap}
 """
 
 
@@ -292,7 +292,7 @@ def _figures(summary: Summary) -> str:
     rows = [(name, value) for name, value in summary_rows(summary)]
     total = math.fsum(summary.time_split_s.values())
     rows += [
-        (f"time in {part.replace('_', ' ')}", f"{seconds:.3f} s per step, {seconds / total:.0%}")
+        (f"time: {part.replace('_', ' ')}", f"{seconds:.3f} s per step, {seconds / total:.0%}")
         for part, seconds in summary.time_split_s.items()
     ]
     return (
@@ -312,7 +312,8 @@ def _samples(samples: Sequence[Sampled], each: int = 5) -> str:
         f'<td class="num">{number(math.nan if sample.reward is None else sample.reward, 2)}</td></tr>'
         for sample in chosen
     )
-    return f"<table><tr><th>step</th><th>prompt</th><th>completion</th><th>reward</th></tr>{rows}</table>"
+    head = '<tr><th class="num">step</th><th>prompt</th><th>completion</th><th class="num">reward</th></tr>'
+    return f"<table>{head}{rows}</table>"
 
 
 def _text(text: str) -> str:
