@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,8 @@ def reference(model: Any, batches: list[dict[str, np.ndarray]], config: dict[str
         scored = [i for i in range(len(ends)) if not np.isnan(batch["rewards"][i])]
         behaviour = {i: torch.from_numpy(batch["logprobs"][ends[i] - batch["lengths"][i] : ends[i]]).double() for i in scored}
         with torch.no_grad():
-            prox = {i: sample_log_probabilities(model, batch, i) for i in scored}
-            ref = {i: sample_log_probabilities(frozen, batch, i) for i in scored}
+            prox = {i: sample_log_probabilities(model, batch, i) for i in scored if count > 1}
+            ref = {i: sample_log_probabilities(frozen, batch, i) for i in scored if train["loss"]["kl_coefficient"]}
         advantage = advantages(batch)
         losses = []
         groups = np.array_split(np.unique(batch["group_of"]), count)
@@ -163,7 +164,7 @@ def reference(model: Any, batches: list[dict[str, np.ndarray]], config: dict[str
             total = torch.zeros((), dtype=torch.float64)
             for i in members:
                 now = sample_log_probabilities(model, batch, i)
-                per_token = clipped_loss(now, prox[i], behaviour[i], advantage[i])
+                per_token = clipped_loss(now, prox.get(i, now.detach()), behaviour[i], advantage[i])
                 if train["loss"]["kl_coefficient"]:
                     gap = ref[i] - now
                     per_token = per_token + train["loss"]["kl_coefficient"] * (gap.exp() - gap - 1)
@@ -212,15 +213,16 @@ def run_cases(folder: Path, cases: list[dict[str, Any]], slots: int, timeout_s: 
     (folder / "cases.json").write_text(json.dumps([case | {"epoch": i + 1} for i, case in enumerate(cases)]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with rendezvous() as store:
-        workers = [
-            subprocess.Popen([sys.executable, WORKER, folder, str(slot), store], env=environment, cwd=ROOT)
-            for slot in range(slots)
-        ]
-        try:
-            return [worker.wait(timeout_s) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
+        command = [sys.executable, WORKER, folder, str(slots), store]
+        with subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+        ) as workers:
+            try:
+                output, _ = workers.communicate(timeout=timeout_s)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(workers.pid, signal.SIGKILL)
+            return json.loads(output.splitlines()[-1])
 
 
 def compare(folder: Path, case: dict[str, Any], expected: list[dict[str, Any]]) -> None:

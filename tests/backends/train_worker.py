@@ -1,7 +1,8 @@
-"""What does one trainer slot compute? Runs the cases of a JSON file and writes results as safetensors.
+"""What do trainer slots compute? Runs the cases of a JSON file in one process per slot and writes results as files.
 
-``python train_worker.py FOLDER SLOT STORE``: reads ``FOLDER/cases.json``, for each case that has this slot trains on
-``FOLDER/<batches>/<step>.safetensors`` and writes ``FOLDER/<case>-<slot>.safetensors`` and ``.json``.
+``python train_worker.py FOLDER SLOTS STORE``: reads ``FOLDER/cases.json``; each slot, for each case that has it, trains on
+``FOLDER/<batches>/<step>.safetensors`` and writes ``FOLDER/<case>-<slot>.safetensors`` and ``.json``. Slots are forked
+after the imports, which cost more than the work. Prints the exit codes as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,7 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
     (folder / f"{case['name']}-{slot}.json").write_bytes(msgspec.json.encode(result))
 
 
-def main() -> None:
-    folder, slot, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
+def run_slot(folder: Path, slot: int, store: str) -> None:
     for case in json.loads((folder / "cases.json").read_text()):
         if slot >= Replication.parse(case["layout"]).slots:
             continue
@@ -84,6 +84,25 @@ def main() -> None:
         except TransitionError as error:
             lost = {"lost": str(error), "seconds": time.monotonic() - began}
             (folder / f"{case['name']}-{slot}.json").write_text(json.dumps(lost))
+
+
+def main() -> None:
+    folder, slots, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    children = []
+    for slot in range(slots):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_slot(folder, slot, store)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 
 
 if __name__ == "__main__":
