@@ -104,10 +104,11 @@ class RewardPool:
         """Failures since start, by kind."""
 
     async def start(self) -> None:
-        """Start all processes and wait until the first is ready; ``ConfigError`` if the function cannot be loaded."""
-        for _ in range(self._reward.workers + 1):
+        """Start the processes and wait until the first is ready; ``ConfigError`` if the function cannot be loaded."""
+        for _ in range(self._reward.workers):
             self._start_one()
         self._warm.put_nowait(await self._next())
+        self._start_one()  # the spare; only now, because imports may be heavy and the first call waits for one of them
 
     async def score(self, prompt: Any, completions: Sequence[str], columns: Mapping[str, Any]) -> Scored:
         """Return one reward per completion, and the failures by kind; ``RewardFailed`` under policy ``stop``."""
