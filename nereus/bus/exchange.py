@@ -178,6 +178,10 @@ class Exchange:
         session = self._sessions.get(peer)
         return session.incarnation if session else ""
 
+    def why_gone(self, peer: str) -> str:
+        """Say why ``peer`` was lost last; empty if it was not."""
+        return self._lost.get(peer, "")
+
     def peers(self) -> tuple[str, ...]:
         return tuple(self._sessions)
 
@@ -236,8 +240,12 @@ class Exchange:
         """Send again, send heartbeats, give up silent peers; set ``due`` anew."""
         settings = self.settings
         beats = settings.heartbeat_s > 0
+        late = now - self.due
         due = float("inf")
         for session in tuple(self._sessions.values()):
+            if beats and late > settings.heartbeat_s:
+                # This process itself stood still: what peers said meanwhile lies unread.
+                session.excuse(late, now)
             if why := self._silence(session, now):
                 self._refuse(session.peer, session.incarnation, why, now)
                 self._drop(session, why)

@@ -206,6 +206,12 @@ class Session:
         self.pending.popleft()
         self.consumed = self.pending[0] - 1 if self.pending else self.received
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not hold ``seconds`` of silence against the peer."""
+        self.heard_at = min(now, self.heard_at + seconds)
+        if self.broken_at is not None:
+            self.broken_at = min(now, self.broken_at + seconds)
+
     def overdue(self, now: float, resend_s: float) -> Iterator[Entry]:
         """Yield the messages that must be sent again, and count the attempt."""
         for entry in self.unacked:

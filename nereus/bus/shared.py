@@ -1,9 +1,9 @@
 """How do big frames travel between processes of one host? Through shared memory, with a small note on the bus.
 
 Encrypting for a peer on the same host costs more than a core (see benchmarks/bus.py) and protects nothing that a
-file's mode does not. The sender copies each big frame into a segment, a file in /dev/shm that both ends keep mapped: new
-pages are what is slow there, so segments are used again once the message is acknowledged. The receiver copies the frame
-out and checks the checksum of its own copy.
+file's mode does not. The sender copies each big frame into a segment, a file in /dev/shm that both ends keep mapped:
+new pages are what is slow there, so segments are used again once the message is acknowledged. The receiver copies the
+frame out and checks the checksum of its own copy.
 
 The sender deletes a segment's file as soon as the receiver has mapped it; ``sweep`` deletes what killed senders left.
 

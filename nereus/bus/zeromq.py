@@ -56,6 +56,8 @@ class _ZmqEndpoint(Driver):
         self._again = False
         self._reader = _fileno(socket)
         self._loop.add_reader(self._reader, self._readable)
+        # A descriptor signals only to who has read until nothing was left.
+        self._read_again()
 
     def _readable(self) -> None:
         """Read what has arrived, up to a batch."""
@@ -229,13 +231,16 @@ class ZmqServer(_ZmqEndpoint):
 class ZmqClient(_ZmqEndpoint):
     """The end that connects to one server. Made by ``connect``."""
 
-    def __init__(self, exchange: Exchange, context: _Context, socket: _Socket, address: str) -> None:
+    def __init__(self, exchange: Exchange, context: _Context, socket: _Socket, address: str, secure: bool) -> None:
         self._address = address
+        self._secure = secure
+        self._closings = 0
         self._monitor: _Socket = socket.get_monitor_socket(_WATCHED)
         self._problem = ""
         self._changed: asyncio.Future[None] | None = None
         super().__init__(exchange, context, socket)
         self._loop.add_reader(_fileno(self._monitor), self._watch)
+        self._loop.call_soon(self._watch)
 
     @classmethod
     async def connect(
@@ -276,14 +281,17 @@ class ZmqClient(_ZmqEndpoint):
             exchange = Exchange(
                 name, incarnation, settings, loop.time(), epoch=epoch, server=server, host=SharedMemory()
             )
-            endpoint = cls(exchange, context, socket, address)
+            endpoint = cls(exchange, context, socket, address, secure)
             socket.connect(address)
         finally:
             if endpoint is None:
                 socket.close(0)
                 context.term()
         try:
-            await endpoint._establish(settings.connect_timeout_s)
+            patience_s = settings.connect_timeout_s
+            if settings.heartbeat_s > 0:
+                patience_s = min(patience_s, 0.9 * settings.liveness_s)
+            await endpoint._establish(patience_s)
         except BaseException:
             endpoint.abort()
             raise
@@ -306,7 +314,9 @@ class ZmqClient(_ZmqEndpoint):
         self._changed = None
         if not self._exchange.established():
             what, remedy = _PROBLEMS.get(self._problem, _NO_ANSWER)
-            what = what.format(name=self.name, server=self._exchange.server, timeout_s=timeout_s)
+            server = self._exchange.server
+            why = self._exchange.why_gone(server)
+            what = what.format(name=self.name, server=server, timeout_s=timeout_s, why=why)
             raise ConfigError(what, where=self._address, remedy=remedy.format(name=self.name))
 
     def _settle(self) -> None:
@@ -322,13 +332,21 @@ class ZmqClient(_ZmqEndpoint):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._problem = "silent"
             elif event == zmq.EVENT_DISCONNECTED:
-                session_incarnation = self._exchange.incarnation_of(self._exchange.server)
-                self._exchange.broken(self._exchange.server, session_incarnation, self._loop.time())
-                self._arm()
-            else:
-                self._problem = _EVENTS.get(event, self._problem)
+                if self._exchange.established():
+                    server = self._exchange.server
+                    self._exchange.broken(server, self._exchange.incarnation_of(server), self._loop.time())
+                    self._arm()
+            elif event in _EVENTS:
+                self._failed(_EVENTS[event])
             if self._changed and not self._changed.done() and self._problem in _HOPELESS:
                 self._changed.set_result(None)
+
+    def _failed(self, problem: str) -> None:
+        """Note why a handshake failed; what may be a server just closing counts when it comes twice."""
+        if problem == "wrong server key":
+            self._closings += 1
+            problem = problem if self._closings > 1 else self._problem
+        self._problem = problem if self._secure or not problem else "other protocol"
 
     def _read_message(self) -> None:
         part = self._socket.recv(zmq.NOBLOCK, copy=False)
@@ -379,7 +397,7 @@ _PROBLEMS = {
         "whoever listens there does not speak CURVE as {server} does",
         "is the address right? Nereus servers are always encrypted",
     ),
-    "refused": ("{server} refuses {name}", "see the server's log; a restarted worker connects as a new incarnation"),
+    "refused": ("{server} refuses {name}: {why}", "start the worker anew, it gets a new incarnation"),
     "silent": (
         "connected as {name}, but {server} did not answer within {timeout_s:g} s",
         "does the key in use belong to {name}, and is the server's process alive?",
