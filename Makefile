@@ -11,9 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
 FAST := not live and not slow and not chaos and not gpu
 LIVE := (live or slow or chaos) and not gpu
-PURE := nereus/core nereus/transition nereus/algo nereus/bus nereus/config.py nereus/errors.py \
-        nereus/runtime/folder.py nereus/runtime/journal.py nereus/runtime/metrics.py nereus/runtime/logs.py \
-        nereus/runtime/display.py nereus/runtime/report.py
+TYPED := nereus/core nereus/transition nereus/algo nereus/bus nereus/configuration nereus/runtime nereus/sim \
+         nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
 .PHONY: run test fast live lint format bench clean
 .DEFAULT_GOAL := run
@@ -32,7 +31,7 @@ live: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE)
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 
 format: $(VENV)/.test

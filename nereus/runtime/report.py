@@ -259,12 +259,17 @@ def _page(summary: Summary, rows: Rows, samples: Sequence[Sampled]) -> str:
         f'<p class="outcome{"" if summary.ok else " failed"}">{_text(summary.outcome)}</p>',
         _cards(summary),
     ]
-    drawn = plots(rows)
+    try:
+        drawn = plots(rows)
+        absent = "No step was finished."
+    except ImportError as error:  # a report without curves is better than none
+        drawn = []
+        absent = f"No curves: {error.name or 'matplotlib'} is not installed; install the extra nereus[train]."
     if drawn:
         figures = "".join(f"<figure><figcaption>{_text(title)}</figcaption>{svg}</figure>" for title, svg in drawn)
         body += ["<h2>Curves</h2>", f'<div class="plots">{figures}</div>']
     else:
-        body.append("<p>No step was finished.</p>")
+        body.append(f"<p>{_text(absent)}</p>")
     body += ["<h2>Figures</h2>", _figures(summary)]
     if samples:
         body += ["<h2>Completions before and after</h2>", _samples(samples)]

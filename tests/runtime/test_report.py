@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -150,6 +151,12 @@ def test_skipped_steps_leave_gaps_not_errors() -> None:
     titles = [title for title, _ in plots(rows)]
     assert "Gradient norm" in titles and "Reward" in titles
     assert "Entropy of the policy, nats per token" not in titles
+
+
+def test_without_matplotlib_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = parsed(write_report(make_run(tmp_path, [row(1)]).path))
+    assert "No curves: matplotlib is not installed" in page.text and "svg" not in page.tags
 
 
 def test_writing_again_replaces_the_page(tmp_path: Path) -> None:
