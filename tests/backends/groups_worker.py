@@ -75,10 +75,11 @@ def main() -> None:
             try:
                 live(Path(sys.argv[1]), slot, sys.argv[2])
                 code = 0
-            except Exception:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
+            finally:
+                if code:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                os._exit(code)
         children.append(child)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 

@@ -71,7 +71,8 @@ def test_a_store_that_is_not_there_is_said_in_time() -> None:
 
 def listening(port: int) -> list[str]:
     """Return the local addresses on which somebody listens at ``port``, in the kernel's hexadecimal form."""
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
     return [line[1].split(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
 
 

@@ -43,7 +43,8 @@ def test_every_scored_token_is_in_one_block(
     prompts, lengths = [prompt for prompt, _, _ in samples], [length for _, length, _ in samples]
     rewards = [float(i) if has else np.nan for i, (_, _, has) in enumerate(samples)]
     batch = make_batch(prompts, lengths, rewards)
-    config = TrainConfig(micro_batch_tokens=budget, minibatches=2, loss=LossConfig(normalize=normalize))  # type: ignore[arg-type]
+    loss = LossConfig(normalize=normalize)  # type: ignore[arg-type]
+    config = TrainConfig(micro_batch_tokens=budget, minibatches=2, loss=loss)
     replication = Replication(dp, Layout(1, pp))
     seen: list[int] = []
     weights = 0.0

@@ -1,7 +1,8 @@
 """Does every layout compute what one process computes?
 
 The reference is a plain transformers model in float64 and a loop over samples, one at a time, unpadded, written here
-independently. Real processes, real gloo groups; every loss, gradient, moment and parameter over five updates is compared.
+independently. Real processes, real gloo groups; every loss, gradient, moment and parameter over five updates is
+compared.
 """
 
 from __future__ import annotations
@@ -144,14 +145,18 @@ def reference(model: Any, batches: list[dict[str, np.ndarray]], config: dict[str
     initial = {name: value.clone() for name, value in model.state_dict().items()}
     frozen = AutoModelForCausalLM.from_config(model.config).double().eval()
     frozen.load_state_dict(initial)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+    )
     count = train.get("minibatches", 1)
     results: list[dict[str, Any]] = []
     update = 0
     for batch in batches:
         ends = np.cumsum(batch["lengths"])
         scored = [i for i in range(len(ends)) if not np.isnan(batch["rewards"][i])]
-        behaviour = {i: torch.from_numpy(batch["logprobs"][ends[i] - batch["lengths"][i] : ends[i]]).double() for i in scored}
+        behaviour = {
+            i: torch.from_numpy(batch["logprobs"][ends[i] - batch["lengths"][i] : ends[i]]).double() for i in scored
+        }
         with torch.no_grad():
             prox = {i: sample_log_probabilities(model, batch, i) for i in scored if count > 1}
             ref = {i: sample_log_probabilities(frozen, batch, i) for i in scored if train["loss"]["kl_coefficient"]}
@@ -320,3 +325,23 @@ def test_three_and_four_slots_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_eight_slots_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, [("d2t2p2", "llama_tied", {}), ("d2t2p2", "qwen3_tied", {})], slots=8)
+
+
+@pytest.mark.parametrize("layout", ["d2t1p1", "t2p1", "t1p2"])
+def test_a_peer_that_is_killed_ends_the_step_in_bounded_time(tmp_path: Path, layout: str) -> None:
+    model = make_model(tmp_path / "llama_tied", "llama_tied")
+    make_batches(tmp_path / "batches", model.config.vocab_size)
+    case = {
+        "name": "death",
+        "layout": layout,
+        "model": "llama_tied",
+        "batches": "batches",
+        "steps": STEPS,
+        "config": job(layout),
+        "die_at": 1,
+        "victim": 1,
+    }
+    assert run_cases(tmp_path, [case], slots=2) == [0, -signal.SIGKILL]
+    found = json.loads((tmp_path / "death-0.json").read_text())
+    assert "of policy.training/0 on slot 0 lost a peer" in found["lost"]
+    assert found["seconds"] < 50, "the time-out of its groups is 60 s"

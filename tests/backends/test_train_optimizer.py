@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def test_warm_up_rises_to_the_peak_and_schedules_end_at_the_floor() -> None:
         assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
         assert rates[4] == 1.0
         assert rates[14] == pytest.approx(1.0 if schedule == "constant" else 0.25)
-        assert all(later <= earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+        assert all(later <= earlier for earlier, later in pairwise(rates[4:]))
         assert learning_rate(config, 99, 14) == rates[14]
     assert learning_rate(TrainConfig(learning_rate=1.0, schedule="cosine"), 5, 10) == pytest.approx(0.5)
     assert learning_rate(TrainConfig(learning_rate=1.0, schedule="linear"), 5, 10) == pytest.approx(0.5)

@@ -1,8 +1,8 @@
 """What do trainer slots compute? Runs the cases of a JSON file in one process per slot and writes results as files.
 
-``python train_worker.py FOLDER SLOTS STORE``: reads ``FOLDER/cases.json``; each slot, for each case that has it, trains on
-``FOLDER/<batches>/<step>.safetensors`` and writes ``FOLDER/<case>-<slot>.safetensors`` and ``.json``. Slots are forked
-after the imports, which cost more than the work. Prints the exit codes as JSON.
+``python train_worker.py FOLDER SLOTS STORE``: reads ``FOLDER/cases.json``; each slot, for each case that has it,
+trains on ``FOLDER/<batches>/<step>.safetensors`` and writes ``FOLDER/<case>-<slot>.safetensors`` and ``.json``. Slots
+are forked after the imports, which cost more than the work. Prints the exit codes as JSON.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
                 places[name] = (piece.start, piece.stop)
         if case.get("die_at") == step and slot == case["victim"]:
             os.kill(os.getpid(), signal.SIGKILL)
-    if case.get("die_at") is not None:
-        return
     trainer.close()
     save_file(tensors, folder / f"{case['name']}-{slot}.safetensors")
     result = {"reports": reports, "places": places, "updates": trainer.updates}
@@ -97,10 +95,11 @@ def main() -> None:
             try:
                 run_slot(folder, slot, store)
                 code = 0
-            except Exception:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
+            finally:
+                if code:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                os._exit(code)
         children.append(child)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 

@@ -3,8 +3,8 @@
 Owner: the trainer. Every rank cuts the same batch in the same way, so all counts that a loss is divided by are known
 without communication. Only samples with a reward are trained on: the others are in no block and in no count.
 
-Invariants (tests/backends/test_train_blocks.py): each completion token of a scored sample is in exactly one block; weights
-of one minibatch sum to 1 (if every one of its samples has equal weight in the loss, that is).
+Invariants (tests/backends/test_train_blocks.py): each completion token of a scored sample is in exactly one block;
+weights of one minibatch sum to 1 (if every one of its samples has equal weight in the loss, that is).
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def cut(
 ) -> list[Cut]:
     """Return the blocks that ``replica`` computes, minibatch after minibatch.
 
-    Pipelined units get blocks of one shape and at least as many as they have ranks. Without pipelining nothing is done for
-    dummies: replicas meet only when gradients are summed.
+    Pipelined units get blocks of one shape and at least as many as they have ranks. Without pipelining nothing is
+    done for dummies: replicas meet only when gradients are summed.
     """
     advantages = group_advantages(batch.rewards, batch.group_of, config.loss.advantage)
     scored = scorable(batch.rewards)

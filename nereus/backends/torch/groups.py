@@ -43,7 +43,7 @@ class _NullGroup(dist.ProcessGroup):
     allreduce_coalesced = allgather_into_tensor_coalesced = monitored_barrier = _refuse
     _reduce_scatter_base = reduce_scatter_tensor_coalesced = _refuse
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         return "null"
 
 
@@ -114,7 +114,9 @@ def make_group(
         )
     except (RuntimeError, ConnectionError) as error:
         waited = time.monotonic() - began
-        raise TransitionError(f"group {name} of slots {list(members)} did not form in {waited:.1f} s: {error}") from error
+        raise TransitionError(
+            f"group {name} of slots {list(members)} did not form in {waited:.1f} s: {error}"
+        ) from error
     c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
     return group
 
@@ -135,9 +137,9 @@ def leave_group(group: dist.ProcessGroup) -> None:
 class TrainerGroups:
     """The process groups of one trainer slot; None where it would be alone.
 
-    ``everyone``: all trainer slots, on the host (gloo): batches and metrics. ``unit``: the slots of this EMU. ``tp``: those
-    of one pipeline rank. ``pp``: those of one tp rank. ``dp``: those with the same coordinates in all EMUs. ``ends``: first
-    and last pipeline rank of one tp rank, which share tied embeddings.
+    ``everyone``: all trainer slots, on the host (gloo): batches and metrics. ``unit``: the slots of this EMU. ``tp``:
+    those of one pipeline rank. ``pp``: those of one tp rank. ``dp``: those with the same coordinates in all EMUs.
+    ``ends``: first and last pipeline rank of one tp rank, which share tied embeddings.
     """
 
     everyone: dist.ProcessGroup | None = None
@@ -157,8 +159,8 @@ class TrainerGroups:
 def trainer_members(emu: Emu, plan: Plan, slot: SlotId) -> dict[str, tuple[SlotId, ...]]:
     """Return the members of each group of ``TrainerGroups`` that ``slot`` of ``emu`` belongs to.
 
-    All slots go through the kinds in this order and are in at most one group of each kind, so forming them in this order
-    cannot deadlock.
+    All slots go through the kinds in this order and are in at most one group of each kind, so forming them in this
+    order cannot deadlock.
     """
     units = plan.of(POLICY_TRAINING)
     tp, pp = emu.layout.tp, emu.layout.pp

@@ -8,8 +8,10 @@ Log-probabilities are those of the sampling distribution: of logits divided by t
 float64). With prox = log-probability under the policy at the start of the step, behaviour = under the policy that
 sampled, A = advantage, every log-ratio bounded to +-20 before exp:
 
-* ``decoupled``: r = exp(logp - prox); loss = -w min(r A, clip(r, 1 - low, 1 + high) A), w = min(cap, exp(prox - behaviour));
-* ``truncated``: loss = -w A logp with w = min(cap, exp(logp - behaviour)), held constant; clip_low, clip_high do not act;
+* ``decoupled``: r = exp(logp - prox); loss = -w min(r A, clip(r, 1 - low, 1 + high) A), w = min(cap, exp(prox -
+  behaviour));
+* ``truncated``: loss = -w A logp with w = min(cap, exp(logp - behaviour)), held constant; clip_low, clip_high do not
+  act;
 * ``none``: r = exp(logp - behaviour), clipped as above.
 
 Plus ``kl_coefficient`` times k3 = exp(ref - logp) - (ref - logp) - 1, minus ``entropy_coefficient`` times the entropy.
@@ -69,7 +71,8 @@ class Outcome(NamedTuple):
 class _LogProbabilities(torch.autograd.Function):
     """Log-probability of given tokens and entropy, from (this slot's part of) the logits.
 
-    One pass over the logits each way; the parts of a split vocabulary are combined by one MAX and one SUM over [n] numbers.
+    One pass over the logits each way; the parts of a split vocabulary are combined by one MAX and one SUM over [n]
+    numbers.
     """
 
     @staticmethod
@@ -141,8 +144,8 @@ def log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability of ``tokens`` and entropy, both [n], of logits [n, vocabulary] divided by ``temperature``.
 
-    With ``start`` and ``group``, ``logits`` are the columns from ``start`` on of a vocabulary that is split over ``group``.
-    Without ``with_entropy_gradient`` the entropy is a plain number for the metrics.
+    With ``start`` and ``group``, ``logits`` are the columns from ``start`` on of a vocabulary that is split over
+    ``group``. Without ``with_entropy_gradient`` the entropy is a plain number for the metrics.
     """
     result: tuple[Tensor, Tensor] = _LogProbabilities.apply(
         logits, tokens, temperature, start, group, with_entropy_gradient

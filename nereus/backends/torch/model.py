@@ -1,9 +1,9 @@
 """Which part of a causal language model does one slot hold, and how is it computed?
 
 Owner: the trainer. Models are transformers' own definitions, built on the meta device from config.json. Only what the
-slot's coordinates call for is given memory: its pipeline rank's layers, cut by the model's published tensor-parallel plan
-(DTensor; plain tensors at tp=1). Everything the slot holds lies in one flat buffer, so that optimizer steps, gradient sums
-and norms are single calls.
+slot's coordinates call for is given memory: its pipeline rank's layers, cut by the model's published tensor-parallel
+plan (DTensor; plain tensors at tp=1). Everything the slot holds lies in one flat buffer, so that optimizer steps,
+gradient sums and norms are single calls.
 
 Invariants (tests/backends/test_train_layouts.py): a layout that does not fit is refused before memory is allocated;
 dropout is off; tied weights are one tensor on a slot, and two equal ones if pipelining puts the ends on two slots.
@@ -88,12 +88,16 @@ def read_architecture(folder: Path) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model type {config.model_type!r} is not supported", where=str(folder), remedy=f"use one of {', '.join(FAMILIES)}"
+            f"model type {config.model_type!r} is not supported",
+            where=str(folder),
+            remedy=f"use one of {', '.join(FAMILIES)}",
         )
     sliding = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if sliding:
         raise ConfigError(
-            f"layers with {', '.join(sliding)} are not supported", where=f"{folder}/config.json", remedy="use full attention"
+            f"layers with {', '.join(sliding)} are not supported",
+            where=f"{folder}/config.json",
+            remedy="use full attention",
         )
     return config
 
@@ -101,8 +105,8 @@ def read_architecture(folder: Path) -> PretrainedConfig:
 def check_layout(config: PretrainedConfig, layout: Layout, *, where: str = "train.layout") -> None:
     """Refuse a layout that does not fit the model; ``ConfigError`` names both numbers.
 
-    Key-value heads, heads and the MLP's inner size must divide by tp; layers need not divide by pp (earlier ranks take one
-    more), but each rank needs one. A vocabulary that does not divide by tp is kept whole on every tp rank.
+    Key-value heads, heads and the MLP's inner size must divide by tp; layers need not divide by pp (earlier ranks
+    take one more), but each rank needs one. A vocabulary that does not divide by tp is kept whole on every tp rank.
     """
     for what, number in (
         ("key-value heads", config.num_key_value_heads),
@@ -112,7 +116,9 @@ def check_layout(config: PretrainedConfig, layout: Layout, *, where: str = "trai
         if number % layout.tp:
             fits = [str(tp) for tp in range(1, number + 1) if number % tp == 0]
             raise ConfigError(
-                f"{number} {what} do not divide over tp={layout.tp}", where=where, remedy=f"take tp out of {', '.join(fits)}"
+                f"{number} {what} do not divide over tp={layout.tp}",
+                where=where,
+                remedy=f"take tp out of {', '.join(fits)}",
             )
     if layout.pp > config.num_hidden_layers:
         raise ConfigError(
@@ -235,13 +241,20 @@ def holding_slice(entries: Sequence[Entry], elements: int, *holdings: Holding) -
 class StageModel(nn.Module):
     """The layers of one pipeline rank, as seen by one tp rank.
 
-    ``forward`` takes token ids [rows, width] on the first rank, else hidden states [rows, width, hidden], and returns hidden
-    states, normed on the last rank. ``logits`` projects chosen hidden states onto (this tp rank's part of) the vocabulary.
-    Rows are right-padded: a token sees those before it only, so no padding mask is needed.
+    ``forward`` takes token ids [rows, width] on the first rank, else hidden states [rows, width, hidden], and returns
+    hidden states, normed on the last rank. ``logits`` projects chosen hidden states onto (this tp rank's part of) the
+    vocabulary. Rows are right-padded: a token sees those before it only, so no padding mask is needed.
     """
 
     def __init__(
-        self, model: Any, layout: Layout, pp_rank: int, *, device: torch.device, recompute: bool, vocabulary_start: int | None
+        self,
+        model: Any,
+        layout: Layout,
+        pp_rank: int,
+        *,
+        device: torch.device,
+        recompute: bool,
+        vocabulary_start: int | None,
     ) -> None:
         super().__init__()
         held = layer_range(model.config.num_hidden_layers, layout.pp, pp_rank)

@@ -24,7 +24,14 @@ class Pipeline:
     """Runs a stage's share of the forward and backward passes."""
 
     def __init__(
-        self, stage: StageModel, group: dist.ProcessGroup | None, pp: int, pp_rank: int, *, hidden: int, dtype: torch.dtype
+        self,
+        stage: StageModel,
+        group: dist.ProcessGroup | None,
+        pp: int,
+        pp_rank: int,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
     ) -> None:
         self._stage = stage
         self._group = group

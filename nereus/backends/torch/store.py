@@ -45,7 +45,7 @@ def serve(host: str, port: int) -> NoReturn:
     try:
         listener = bind(host, port)
     except OSError as error:
-        print(f"the rendezvous store cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+        sys.stderr.write(f"the rendezvous store cannot listen on {host}:{port}: {error.strerror}\n")
         raise SystemExit(2) from error
     from torch.distributed import TCPStore
 
@@ -60,7 +60,8 @@ def serve(host: str, port: int) -> NoReturn:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    print(json.dumps({"host": host, "port": store.port}), flush=True)
+    sys.stdout.write(json.dumps({"host": host, "port": store.port}) + "\n")
+    sys.stdout.flush()
     while True:
         signal.pause()
 

@@ -1,11 +1,12 @@
 """How does one slot of a trainer unit train?
 
-Owner: the trainer actor's compute thread. Every slot of every unit makes the same calls in the same order. Replicas meet
-twice in a step: when the batch is shared and when gradients are summed; a loss is a sum divided once by counts over all
-replicas, so uneven shares of samples are exact.
+Owner: the trainer actor's compute thread. Every slot of every unit makes the same calls in the same order. Replicas
+meet twice in a step: when the batch is shared and when gradients are summed; a loss is a sum divided once by counts
+over all replicas, so uneven shares of samples are exact.
 
-Invariants (tests/backends/test_train_layouts.py): loss, gradients and updates equal those of one process for every layout;
-a step is applied on all slots or on none; a slot whose peer dies gets a ``TransitionError`` within the group's time-out.
+Invariants (tests/backends/test_train_layouts.py): loss, gradients and updates equal those of one process for every
+layout; a step is applied on all slots or on none; a slot whose peer dies gets a ``TransitionError`` within the
+group's time-out.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ class TorchTrainer:
     def _collect_gradients(self, share: _Share) -> None:
         """Let the backward pass add gradients up in the flat buffer, in the masters' precision.
 
-        Plain parameters in that precision get a view of it as ``.grad``, which autograd adds to in place; others hand each
-        micro-batch's gradient over.
+        Plain parameters in that precision get a view of it as ``.grad``, which autograd adds to in place; others hand
+        each micro-batch's gradient over.
         """
         gradient = self._policy_optimizer.gradient
         for entry in self._entries:
@@ -264,7 +265,7 @@ class TorchTrainer:
         return self._policy_optimizer.updates
 
     def pieces(self, kind: str) -> dict[str, tuple[Piece, Tensor]]:
-        """Return this slot's part of ``parameter`` (masters), ``exp_avg``, ``exp_avg_sq`` or ``gradient``, by stored name."""
+        """Return this slot's part, by stored name, of ``parameter`` (masters), ``exp_avg``, ... or ``gradient``."""
         optimizer = self._policy_optimizer
         buffer = optimizer.gradient if kind == "gradient" else optimizer.buffers()[kind]
         stored = (entry for entry in self._entries if entry.holding != Holding.ALIAS)
@@ -340,7 +341,7 @@ class TorchTrainer:
         ]
 
     def _log_probabilities(self, share: _Share, hidden: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy [n] at the block's positions: only these are projected on the vocabulary."""
+        """Return log-probability and entropy [n] at the block's positions; only these see the output head."""
         chosen = hidden.flatten(0, 1).index_select(0, block.positions)
         start = share.stage.vocabulary_start
         return log_probabilities(
