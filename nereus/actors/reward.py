@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from nereus.actors.reasoning_task import is_task
 from nereus.actors.reward_child import FRAME_BYTES, Answer, Call, Loaded, Setup, frame
 from nereus.actors.reward_function import WHERE, Judgement
 from nereus.bus.endpoint import Delivery, Endpoint, Fenced, PeerGone
@@ -65,6 +66,8 @@ def check_reward(
 
     ``columns`` are the names that rows of the data set have. Blocks for as long as the import takes (bounded).
     """
+    if not reward.function and is_task(data):
+        return  # opening the data set has opened the task, scorer and all
     setup = Setup(reward.function, data, str(base), None if columns is None else tuple(columns))
     token = uuid.uuid4().hex
     with subprocess.Popen(
