@@ -79,9 +79,11 @@ def test_minibatches_take_whole_groups() -> None:
 
 def test_a_batch_that_does_not_fit_together_is_refused() -> None:
     good = make_batch([1, 2], [3, 4], [0.0, 1.0])
-    check_batch(good)
+    check_batch(good, 11)
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
     with pytest.raises(ValueError, match="logprobs has shape"):
-        check_batch(TrainBatch(**(fields | {"logprobs": good.logprobs[:-1]})))
+        check_batch(TrainBatch(**(fields | {"logprobs": good.logprobs[:-1]})), 11)
     with pytest.raises(ValueError, match="at least one prompt and one completion token"):
-        check_batch(make_batch([1, 2], [3, 0], [0.0, 1.0]))
+        check_batch(make_batch([1, 2], [3, 0], [0.0, 1.0]), 11)
+    with pytest.raises(ValueError, match="token 10 is not in the model's vocabulary of 10"):
+        check_batch(good, 10)

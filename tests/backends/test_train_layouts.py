@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nereus.core.plan import Replication
+from nereus.runtime.checkpoints import CheckpointStore
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -237,8 +238,9 @@ def compare(folder: Path, case: dict[str, Any], expected: list[dict[str, Any]]) 
     for slot in range(slots):
         result = json.loads((folder / f"{case['name']}-{slot}.json").read_text())
         tensors = load_file(folder / f"{case['name']}-{slot}.safetensors")
-        for step, want in enumerate(expected):
-            metrics = result["reports"][step]["metrics"]
+        first = case.get("first", 0)
+        for report, want in zip(result["reports"], expected[first : case["steps"]], strict=True):
+            metrics = report["metrics"]
             assert metrics["loss"] == pytest.approx(want["loss"], abs=TOLERANCE)
             if case["config"]["train"].get("minibatches", 1) == 1:
                 assert metrics["optim/grad_norm"] == pytest.approx(want["norm"], rel=TOLERANCE)
@@ -325,6 +327,30 @@ def test_three_and_four_slots_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_eight_slots_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, [("d2t2p2", "llama_tied", {}), ("d2t2p2", "qwen3_tied", {})], slots=8)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("t2p2", "d2t1p1"), ("d2t1p1", "t1p2"), ("t1p2", "d2t2p1")])
+def test_a_run_resumed_on_another_layout_continues_as_if_nothing_had_happened(
+    tmp_path: Path, saved: str, resumed: str
+) -> None:
+    model = make_model(tmp_path / "qwen3_tied", "qwen3_tied")
+    batches = make_batches(tmp_path / "batches", model.config.vocab_size)
+    expected = reference(model, batches, job(saved))
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", 1)
+    temporary = checkpoints.begin(3)
+    common = {"batches": "batches"}
+    before = common | {"name": "before", "layout": saved, "model": "qwen3_tied", "steps": 3, "config": job(saved)}
+    before["save"] = str(temporary)
+    slots = Replication.parse(saved).slots
+    assert run_cases(tmp_path, [before], slots) == [0] * slots
+    compare(tmp_path, before, expected)
+    entries = [(tmp_path / f"before-{slot}.entry").read_bytes() for slot in range(slots)]
+    committed = checkpoints.commit(3, entries, {}, model=tmp_path / "qwen3_tied")
+    after = common | {"name": "after", "layout": resumed, "model": str(committed), "steps": STEPS, "first": 3}
+    after["config"] = job(resumed)
+    slots = Replication.parse(resumed).slots
+    assert run_cases(tmp_path, [after], slots) == [0] * slots
+    compare(tmp_path, after, expected)
 
 
 @pytest.mark.parametrize("layout", ["d2t1p1", "t2p1", "t1p2"])

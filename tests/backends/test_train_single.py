@@ -21,6 +21,7 @@ from nereus.backends.torch.train import TorchTrainer
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan
 from nereus.errors import ConfigError
+from nereus.runtime.checkpoints import CheckpointStore
 from nereus.transition.reshard import covers, offsets_of, whole
 
 SIZES: dict[str, Any] = {
@@ -127,6 +128,40 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model: tuple[Any, Path]) 
     for kind, tensors in before.items():
         assert all(torch.equal(slot.pieces(kind)[name][1], value) for name, value in tensors.items())
     assert not slot.train(on_policy_batch(built)).skipped
+
+
+def test_six_steps_equal_three_saved_resumed_and_three_more(model: tuple[Any, Path], tmp_path: Path) -> None:
+    built, folder = model
+    batch = on_policy_batch(built)
+    for dtype in ("float32", "bfloat16"):
+        options = {"model": {"dtype": dtype}, "train": {"schedule": "cosine", "warmup_steps": 2}, "run": {"steps": 8}}
+        straight = trainer(folder, **options)
+        for _ in range(6):
+            straight.train(batch)
+        half = trainer(folder, **options)
+        for _ in range(3):
+            half.train(batch)
+        checkpoints = CheckpointStore(tmp_path / dtype, 1)
+        entry = half.save(checkpoints.begin(3), 3)
+        resumed = trainer(checkpoints.commit(3, [entry], {}, model=folder, tensors=half.tensors), **options)
+        assert resumed.updates == 3
+        for _ in range(3):
+            report = resumed.train(batch)
+        assert "mismatch/first_step_ratio_error" not in report.metrics
+        for kind in ("parameter", "exp_avg", "exp_avg_sq"):
+            expected = straight.pieces(kind)
+            for name, (_, value) in resumed.pieces(kind).items():
+                assert torch.equal(value, expected[name][1]), f"{dtype}: {kind} of {name}"
+
+
+def test_a_resumed_run_with_a_kl_term_needs_the_model_it_began_with(model: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = model
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", 1)
+    started = trainer(folder, train={"loss": {"kl_coefficient": 0.1}})
+    committed = checkpoints.commit(1, [started.save(checkpoints.begin(1), 1)], {}, model=folder)
+    with pytest.raises(ConfigError, match="the reference model of a resumed run is not there"):
+        trainer(committed, train={"loss": {"kl_coefficient": 0.1}})
+    trainer(committed, train={"loss": {"kl_coefficient": 0.1}}, model={"path": str(folder)})
 
 
 def test_training_raises_the_probability_of_what_was_rewarded(model: tuple[Any, Path]) -> None:

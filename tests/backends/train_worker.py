@@ -55,7 +55,7 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, Any] = {}
     reports = []
-    for step in range(case["steps"]):
+    for step in range(case.get("first", 0), case["steps"]):
         batch = read_batch(folder / case["batches"] / f"{step}.safetensors") if slot == 0 else None
         shared = trainer.share(batch)
         report = trainer.train(shared)
@@ -66,6 +66,8 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
                 places[name] = (piece.start, piece.stop)
         if case.get("die_at") == step and slot == case["victim"]:
             os.kill(os.getpid(), signal.SIGKILL)
+    if "save" in case:
+        (folder / f"{case['name']}-{slot}.entry").write_bytes(trainer.save(folder / case["save"], case["steps"]))
     trainer.close()
     save_file(tensors, folder / f"{case['name']}-{slot}.safetensors")
     result = {"reports": reports, "places": places, "updates": trainer.updates}

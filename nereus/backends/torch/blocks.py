@@ -56,8 +56,8 @@ def minibatches(group_of: NDArray[np.int32], count: int) -> list[NDArray[np.int6
     return [np.flatnonzero(np.isin(group_of, part)) for part in np.array_split(groups, count)]
 
 
-def check_batch(batch: TrainBatch) -> None:
-    """Refuse a batch whose arrays do not fit together; ``ValueError`` says which."""
+def check_batch(batch: TrainBatch, vocabulary: int) -> None:
+    """Refuse a batch whose arrays do not fit together or the model; ``ValueError`` says which."""
     fed = int(batch.prompt_lengths.sum() + batch.lengths.sum())
     drawn = int(batch.lengths.sum())
     for name, array, size in (
@@ -72,6 +72,9 @@ def check_batch(batch: TrainBatch) -> None:
             raise ValueError(f"step {batch.step}: {name} has shape {array.shape}, expected ({size},)")
     if (batch.prompt_lengths < 1).any() or (batch.lengths < 1).any():
         raise ValueError(f"step {batch.step}: every sample needs at least one prompt and one completion token")
+    if batch.tokens.min() < 0 or batch.tokens.max() >= vocabulary:
+        worst = int(batch.tokens.max() if batch.tokens.min() >= 0 else batch.tokens.min())
+        raise ValueError(f"step {batch.step}: token {worst} is not in the model's vocabulary of {vocabulary}")
 
 
 def cut(

@@ -32,7 +32,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK_GLOO = "gloo_loopback"
 
 
-class _NullGroup(dist.ProcessGroup):
+class _NullGroup(dist.ProcessGroup):  # type: ignore[misc]
     """The default world: carries (slot id, WORLD_SLOTS); a collective on it is a bug and raises."""
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:

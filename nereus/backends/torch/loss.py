@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     """float64 [2]: the largest log-ratio of trainer to behaviour policy, and the largest absolute one."""
 
 
-class _LogProbabilities(torch.autograd.Function):
+class _LogProbabilities(torch.autograd.Function):  # type: ignore[misc]
     """Log-probability of given tokens and entropy, from (this slot's part of) the logits.
 
     One pass over the logits each way; the parts of a split vocabulary are combined by one MAX and one SUM over [n]

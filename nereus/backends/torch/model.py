@@ -37,7 +37,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 _ALIGNMENT_ELEMENTS = 16
 """Tensors start at multiples of this in the flat buffer: a cache line of float32."""
 
-_SPLIT = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}}
+_SPLIT: Mapping[str, Mapping[str, int | None]] = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1, "bias": None},
+}
 _SUMMED = "replicated_with_grad_allreduce"
 
 Plan = Mapping[str, str]
@@ -148,7 +151,7 @@ def _tp_plan(model: Any) -> Plan:
 
 
 def _vocabulary_splits(config: PretrainedConfig, tp: int) -> bool:
-    return config.vocab_size % tp == 0
+    return bool(config.vocab_size % tp == 0)
 
 
 def _style(path: str, config: PretrainedConfig, plan: Plan, tp: int) -> str | None:
@@ -166,7 +169,7 @@ def _style(path: str, config: PretrainedConfig, plan: Plan, tp: int) -> str | No
 def _split(style: str | None, leaf: str) -> int | None:
     if style == "vocabulary":
         return 0
-    return _SPLIT[style][leaf] if style in _SPLIT else None
+    return _SPLIT[style][leaf] if style is not None and style in _SPLIT else None
 
 
 def _layer(path: str) -> int | None:
@@ -238,7 +241,7 @@ def holding_slice(entries: Sequence[Entry], elements: int, *holdings: Holding) -
     return slice(min(starts, default=end), end)
 
 
-class StageModel(nn.Module):
+class StageModel(nn.Module):  # type: ignore[misc]
     """The layers of one pipeline rank, as seen by one tp rank.
 
     ``forward`` takes token ids [rows, width] on the first rank, else hidden states [rows, width, hidden], and returns
@@ -352,7 +355,9 @@ def _mesh(group: dist.ProcessGroup | None, device: torch.device) -> Any:
         return None
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+    # DTensor caches decisions by equality of meshes, and with them the mesh itself. The dimension carries the group's
+    # name (and so the plan epoch), or else the same slots under a later plan would get the earlier plan's groups.
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
 
 
 def _distributed(local: Tensor, entry: Entry, mesh: Any) -> Tensor:

@@ -24,7 +24,6 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -56,6 +55,7 @@ from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
 from nereus.errors import ConfigError, TransitionError
 from nereus.transition import reshard
+from nereus.transition.checksum import piece_checksum
 from nereus.transition.reshard import Piece, TensorSpec
 
 _log = structlog.get_logger()
@@ -118,11 +118,13 @@ class TorchTrainer:
         self._train = config.train
         self._dtype = DTYPES[config.model.dtype]
         self._device = torch.device(config.cluster.device)
+        torch.set_num_threads(config.cluster.threads_per_slot)
         self._groups = TrainerGroups()
         self._place: _Place | None = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._tied: dict[str, str] = {}
         self._layers = 0
+        self._vocabulary = 0
         self._entries: tuple[Entry, ...] = ()
         self._optimizer: FlatAdamW | None = None
         self._share_of_policy: _Share | None = None
@@ -157,6 +159,7 @@ class TorchTrainer:
         self._specs = tensor_specs(model, place.emu.layout, self._config.model.dtype)
         self._tied = tied_names(model)
         self._layers = config.num_hidden_layers
+        self._vocabulary = config.vocab_size
         if config.vocab_size % place.emu.layout.tp:
             _log.info("vocabulary kept whole on every tp rank", vocabulary=config.vocab_size, tp=place.emu.layout.tp)
         self._entries, elements = lay_out(model, self._specs, place.emu.layout, place.index)
@@ -276,14 +279,13 @@ class TorchTrainer:
     def share(self, batch: TrainBatch | None) -> TrainBatch:
         """Broadcast the batch from the lead slot to all trainer slots; ``ValueError`` if the wrong slot has it."""
         place = self._placed
-        alone = self._groups.everyone is None
         is_lead = place.emu.slots[place.index] == place.lead
         if is_lead != (batch is not None):
             raise ValueError(f"slot {place.lead} alone shares the batch")
         if batch is not None:
-            check_batch(batch)
+            check_batch(batch, self._vocabulary)
         if self._groups.everyone is None:
-            assert alone and batch is not None
+            assert batch is not None
             return batch
         with self._timed("share"), self._bounded("sharing a batch"):
             return broadcast_batch(batch, place.lead, self._groups.everyone)
@@ -294,7 +296,7 @@ class TorchTrainer:
         ``TransitionError`` if a peer is lost; this slot's groups are broken then and have been left.
         """
         began = perf_counter()
-        check_batch(batch)
+        check_batch(batch, self._vocabulary)
         place, optimizer = self._placed, self._policy_optimizer
         with self._bounded(f"step {batch.step}"):
             cuts = cut(batch, self._train, place.replication, place.replica, self._device, self._dtype)
@@ -484,7 +486,7 @@ class TorchTrainer:
                     raise ValueError(f"this slot does not hold {piece}")
                 local = _bits(entry.view(self._policy_optimizer.compute))
                 _write_box(shared, offsets[piece.name], entry.spec.shape, piece, local)
-                checksums.append(xxhash.xxh3_64_hexdigest(local.data))
+                checksums.append(piece_checksum(local))
         return checksums
 
     def save(self, folder: Path, step: int) -> bytes:
@@ -503,7 +505,8 @@ class TorchTrainer:
             "self_checked": int(self._self_checked),
         }
         slot_name = f"{place.replica}-{place.index}"
-        return checkpoint.save_slot(folder, slot_name=slot_name, step=step, pieces=held, counters=counters)
+        entry: bytes = checkpoint.save_slot(folder, slot_name=slot_name, step=step, pieces=held, counters=counters)
+        return entry
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""
@@ -544,7 +547,7 @@ def _adder(view: Tensor):  # type: ignore[no-untyped-def]
     def add(parameter: Tensor) -> None:
         gradient: Any = parameter.grad
         if hasattr(gradient, "to_local"):
-            placements = parameter.placements  # type: ignore[attr-defined]
+            placements = parameter.placements
             if gradient.placements != placements:
                 gradient = gradient.redistribute(placements=placements)
             gradient = gradient.to_local()
@@ -557,7 +560,8 @@ def _adder(view: Tensor):  # type: ignore[no-untyped-def]
 def _bits(tensor: Tensor) -> NDArray[Any]:
     """Return the tensor's elements as unsigned integers of equal width: numpy knows no bfloat16."""
     width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(width).numpy()
+    bits: NDArray[Any] = tensor.detach().cpu().contiguous().view(width).numpy()
+    return bits
 
 
 def _write_box(shared: mmap.mmap, offset: int, shape: tuple[int, ...], piece: Piece, local: NDArray[Any]) -> None:
