@@ -53,8 +53,6 @@ HAND_OVER_TIMEOUT_S = 120.0
 """How long the collector may take to acknowledge a group (a full window means that training is behind)."""
 
 PULL_TIMEOUT_S = 60.0
-SCORE_GRACE_S = 30.0
-"""Time for queueing at the reward service beyond its own limit."""
 
 
 class TextCodec(Protocol):
@@ -215,7 +213,8 @@ class RolloutActor:
 
     async def _score(self, spec: GroupSpec, texts: tuple[str, ...]) -> Scored:
         """Ask the reward service; when it has died and come back elsewhere, ask again (bounded)."""
-        deadline_s = self._config.reward.timeout_s + SCORE_GRACE_S
+        # The service may still be starting its processes, or be busy with other groups.
+        deadline_s = self._config.reward.timeout_s + self._config.bus.start_timeout_s
         message = Score(spec.prompt, texts, spec.columns)
         for attempt in range(3):
             link = self._links[REWARD]

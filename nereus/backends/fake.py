@@ -8,23 +8,24 @@ virtual time. Owner: tests and the simulator.
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
-import xxhash
 from msgspec import Struct
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
-from nereus.actors.checksum import piece_checksum, tensors_checksum
 from nereus.algo.sampler import SampleOrder
 from nereus.backends.api import Completion, Interrupt, SampleRequest, TrainBatch
 from nereus.bus.endpoint import Delivery, PeerGone
 from nereus.bus.messages import Message, PullFrom, Refused, Score, Scored, StepReport
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
-from nereus.errors import TransitionError
+from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
+from nereus.errors import CheckpointError, TransitionError
+from nereus.transition.checksum import piece_checksum, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, piece_of, publication
 
 SPECS = (
@@ -128,6 +129,7 @@ class FakeTrainer:
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._value = 0.0
+        self._step = 0
         self._pieces: tuple[Piece, ...] = ()
         self._held: tuple[Piece, ...] = ()
         self._slot = -1
@@ -143,14 +145,16 @@ class FakeTrainer:
         self._held = tuple(piece for piece in held if piece is not None) if units[0] == emu else ()
 
     def load(self, source: Path) -> int:
-        state = source / "fake-value.json"
-        manifest = source / "manifest.json"
-        if manifest.exists():
-            extra = json.loads(manifest.read_bytes())["extra"]
-            self._value = float(extra["version"])
-            return int(extra["step"])
-        self._value = json.loads(state.read_text()) if state.exists() else 0.0
-        return 0
+        if not (source / MANIFEST).exists():
+            return 0
+        manifest = read_manifest(source)
+        files = [load_file(source / slot.file) for slot in manifest.slots]
+        values = {float(value) for arrays in files for array in arrays.values() for value in array.flat}
+        if len(values) != 1:
+            raise CheckpointError(f"{source} mixes the versions {sorted(values)}")
+        self._value = values.pop()
+        self._step = manifest.step
+        return manifest.step
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -164,10 +168,11 @@ class FakeTrainer:
         if batch is not None:
             return batch
         none, ints = np.zeros(0), np.zeros(0, np.int32)
-        return TrainBatch(0, 0, ints, ints, ints, none, ints, none.astype(np.float32), ints)
+        return TrainBatch(self._step, self._step, ints, ints, ints, none, ints, none.astype(np.float32), ints)
 
     def train(self, batch: TrainBatch) -> StepReport:
         self._value += 1.0
+        self._step = batch.step + 1
         metrics = {"reward/mean": float(np.nanmean(batch.rewards)), "loss": 0.0} if len(batch.rewards) else {}
         tokens = int(batch.lengths.sum() + batch.prompt_lengths.sum())
         return StepReport(batch.step, batch.version, self._pace.train_s, tokens, metrics)
@@ -187,10 +192,17 @@ class FakeTrainer:
         return checksums
 
     def save(self, folder: Path, step: int) -> bytes:
-        content = json.dumps(self._value).encode()
-        name = f"slot-{self._slot}.json"
-        (folder / name).write_bytes(content)
-        return json.dumps({"file": name, "size": len(content), "checksum": xxhash.xxh3_64_hexdigest(content)}).encode()
+        stored, arrays = [], {}
+        for piece in self._pieces:
+            shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
+            array = np.full(shape, self._value, np.float32)
+            stored.append(
+                StoredPiece("parameter", piece.name, piece.start, piece.stop, "float32", piece_checksum(array))
+            )
+            arrays[stored[-1].key] = array
+        path = folder / f"slot-{self._slot}.safetensors"
+        save_file(arrays, path)
+        return msgspec.json.encode(SlotFile(path.name, path.stat().st_size, step, {"updates": step}, tuple(stored)))
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import time
@@ -21,13 +22,14 @@ from rich.console import Console
 
 from nereus.actors.names import SUPERVISOR
 from nereus.algo.sampler import Cursor
+from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
 from nereus.core.plan import Plan
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime import journal as record
-from nereus.runtime.checkpoints import CheckpointStore
+from nereus.runtime.checkpoints import MODEL_SUFFIXES, CheckpointStore
 from nereus.runtime.dataset import Dataset, open_dataset
 from nereus.runtime.display import Display, StepView, WorkerView, make_display
 from nereus.runtime.fleet import Fleet, State, Worker
@@ -123,7 +125,8 @@ class _Assembly:
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
             origin = self._origin(checkpoint, dataset)
             if origin is None:
-                origin = Origin(await self._model())
+                made = await self._model()
+                origin = Origin(made, self._keep_model_files(made))
             plan = initial_plan(config)
             journal = Journal(folder.journal)
             stack.callback(journal.close)
@@ -179,7 +182,17 @@ class _Assembly:
             )
         self._display.event(f"going on from {checkpoint} (step {extra['step']})")
         cursor = msgspec.convert(extra["cursor"], Cursor)
-        return Origin(checkpoint, extra["step"], extra["version"], cursor)
+        model = self._keep_model_files(checkpoint / MODEL_FOLDER)
+        return Origin(checkpoint, model, extra["step"], extra["version"], cursor)
+
+    def _keep_model_files(self, source: Path) -> Path:
+        """Copy the model's configuration and tokenizer files into the run folder, where rollouts read them."""
+        target = self._folder.configs / "model"
+        target.mkdir(exist_ok=True)
+        for path in source.iterdir():
+            if path.suffix in MODEL_SUFFIXES:
+                shutil.copyfile(path, target / path.name)
+        return target
 
     async def _model(self) -> Path:
         """Return the model folder; a recipe is made first, by a process of its own (this one imports no torch)."""

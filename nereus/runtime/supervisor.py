@@ -53,13 +53,14 @@ from nereus.bus.messages import (
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
-from nereus.errors import NereusError, PeerLost
+from nereus.errors import CheckpointError, NereusError, PeerLost
 from nereus.runtime import journal as record
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.journal import Journal
 from nereus.runtime.processes import Exited
+from nereus.transition.reshard import TensorSpec
 
 MAX_ATTEMPTS = 4
 """How often one group is tried before its failure ends the run."""
@@ -123,6 +124,9 @@ class Origin(Struct, frozen=True):
     """What the run starts from: a model folder, or a committed checkpoint."""
 
     source: Path
+    """Where trainers load weights (and, from a checkpoint, all other state)."""
+    model: Path
+    """Folder of the model's configuration and tokenizer files, which outlives every checkpoint."""
     step: int = 0
     version: int = 0
     cursor: Cursor = Cursor()
@@ -202,6 +206,7 @@ class Supervisor:
         self._step = origin.step
         self._version = origin.version
         self._visible: VersionReady | None = None
+        self._tensors: tuple[TensorSpec, ...] = ()
         self._accepted: dict[int, GroupAccepted] = {}
         self._training: _Training | None = None
         self._saving: _Saving | None = None
@@ -323,6 +328,7 @@ class Supervisor:
 
     async def _launch(self, worker: Worker) -> None:
         worker.state = State.STARTING
+        worker.incarnation = ""  # what is still heard of the dead one concerns nobody
         worker.pid = await self._launcher.start(worker.name)
 
     async def _on_hello(self, delivery: Delivery, hello: Hello) -> None:
@@ -349,16 +355,16 @@ class Supervisor:
             if worker.emu is None:  # the reward service has nothing to build
                 worker.state = State.READY
                 continue
-            source, version = str(self._origin.source), self._origin.version
-            await self._send(
-                worker.name,
-                Assign(worker.emu, self._plan, self._store, self._fleet.peers(), source, version),
-            )
+            trains = worker.emu.model_stage == POLICY_TRAINING
+            source = str(self._origin.source if trains else self._origin.model)
+            peers, version = self._fleet.peers(), self._origin.version
+            await self._send(worker.name, Assign(worker.emu, self._plan, self._store, peers, source, version))
 
     async def _on_ready(self, worker: Worker, ready: Ready) -> None:
         worker.state = State.READY
         log.info("unit is ready", worker=worker.name, emu=ready.emu, seconds=ready.seconds)
         if ready.tensors:
+            self._tensors = ready.tensors
             # A request: the relay must know the tensors before the first trainer begins to push.
             await self._endpoint.request(RELAY, Manifest(ready.tensors, ready.tied), timeout_s=MANIFEST_TIMEOUT_S)
         trainers = self._fleet.of(POLICY_TRAINING)
@@ -380,6 +386,8 @@ class Supervisor:
             self._journal.append(record.WorkerGone(worker=worker.name, incarnation=joined, why=why))
         self._observer.note(f"{worker.name} ({worker.role}) is lost: {why}")
         log.warning("worker lost", worker=worker.name, role=worker.role, why=why, groups=len(running))
+        if worker.name == REWARD and worker.fault and self._config.reward.on_failure == "stop":
+            raise RunFailed(f"reward.on_failure is stop: {worker.fault}")
         if worker not in self._fleet.of(POLICY_GENERATION) and worker.name != REWARD:
             raise RunFailed(f"{worker.name} ({worker.role}) is lost: {why}; resume with --resume")
         for ref in map(_ref, self._pacer.lost(worker.name)):
@@ -606,8 +614,14 @@ class Supervisor:
             "plan": msgspec.to_builtins(self._plan),
         }
         entries = [saving.entries[name] for name in sorted(saving.entries)]
-        committed = await asyncio.to_thread(self._checkpoints.commit, saving.step, entries, extra)
-        self._saving, self._saved_step = None, saving.step
+        self._saving = None
+        try:
+            committed = await asyncio.to_thread(
+                self._checkpoints.commit, saving.step, entries, extra, model=self._origin.model, tensors=self._tensors
+            )
+        except CheckpointError as error:
+            return self._save_failed(error)
+        self._saved_step = saving.step
         self._journal.append(
             record.CheckpointCommitted(
                 step=saving.step, version=saving.version, cursor=saving.cursor.frontier, folder=committed.name
@@ -618,6 +632,13 @@ class Supervisor:
         leaving = bool(self._draining) or self._step >= self._config.run.steps
         if self._outcome is None and leaving and self._training is None:
             await self._save()
+
+    def _save_failed(self, error: CheckpointError) -> None:
+        """Go on without this checkpoint; the next one is due as before. Only the last one cannot be done without."""
+        log.error("checkpoint failed", reason=str(error))
+        self._observer.note(f"a checkpoint failed, training goes on: {error}")
+        if self._draining or self._step >= self._config.run.steps:
+            raise RunFailed(f"the last checkpoint failed: {error}")
 
     def _end_if_due(self) -> None:
         if self._saved_step != self._step or self._training is not None:

@@ -1,7 +1,7 @@
 """How does a worker process come up, join its run and leave?
 
-Owner: the supervisor starts it as ``python -m nereus.runtime.worker``. It opens its own server endpoint, connects to the
-supervisor under its own key, says ``Hello``, and hosts the actor that its name stands for: ``slot-N`` a slot,
+Owner: the supervisor starts it as ``python -m nereus.runtime.worker``. It opens its own server endpoint, connects to
+the supervisor under its own key, says ``Hello``, and hosts the actor that its name stands for: ``slot-N`` a slot,
 ``weights-N`` the weight-sync relay, ``reward-N`` the reward service.
 
 Invariant (tests/live): it leaves with code 0 after ``Shutdown``, with code 1 and one line on its log after a failure,
@@ -103,7 +103,6 @@ def main() -> None:
         code = run(work(RunPaths(given.run, given.attempt), given.worker, given.supervisor))
     except (NereusError, TimeoutError) as error:
         log.error("leaving", reason=str(error))
-        print(f"{given.worker}: {error}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
     sys.exit(code)
 

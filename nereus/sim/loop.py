@@ -58,7 +58,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future: asyncio.Future[Result] = self.create_future()
         try:
             result = func(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the work
             future.set_exception(error)
             return future
 

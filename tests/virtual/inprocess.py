@@ -36,10 +36,20 @@ from nereus.runtime.supervisor import Origin, Outcome, Supervisor
 SETTINGS = Settings(heartbeat_s=1.0, liveness_s=5.0)
 
 
+def model_files(folder: Path) -> Path:
+    """Make the least that a checkpoint needs of a model."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    return model
+
+
 class World:
     """One run in one process."""
 
-    def __init__(self, config: JobConfig, folder: Path, *, origin: Origin | None = None, pace: Pace | None = None) -> None:
+    def __init__(
+        self, config: JobConfig, folder: Path, *, origin: Origin | None = None, pace: Pace | None = None
+    ) -> None:
         self.config = config
         self.folder = folder
         self.pace = pace or Pace()
@@ -60,7 +70,7 @@ class World:
             self.plan,
             run_id="virtual",
             store="",
-            origin=origin or Origin(folder),
+            origin=origin or Origin(folder, model_files(folder)),
             endpoint=self.bus.server(SUPERVISOR),
             launcher=self,
             journal=self.journal,
