@@ -52,8 +52,10 @@ def live(folder: Path, slot: int, address: str) -> None:
             dist.all_reduce(value, group=group)
     except RuntimeError as error:
         found["error"] = str(error)[:200]
+        traceback.clear_frames(error.__traceback__)
     leave_group(group)
     leave_group(group)
+    del group
     found["freed_s"] = time.monotonic() - began
     group = make_group(store, "2/survivors", (5, 3), slot, backend="gloo", timeout_s=60)
     value = torch.tensor([float(slot)])

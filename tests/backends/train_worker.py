@@ -46,7 +46,7 @@ def read_batch(path: Path) -> TrainBatch:
     return TrainBatch(step=int(arrays.pop("step")[0]), version=int(arrays.pop("version")[0]), **arrays)
 
 
-def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
+def run_case(folder: Path, case: dict[str, Any], slot: int, store: str, clock: dict[str, float]) -> None:
     plan = make_plan(case["layout"], case["epoch"])
     emu = next(unit for unit in plan.emus if slot in unit.slots)
     trainer = TorchTrainer(msgspec.convert(case["config"], JobConfig))
@@ -56,6 +56,7 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str) -> None:
     places: dict[str, Any] = {}
     reports = []
     for step in range(case.get("first", 0), case["steps"]):
+        clock["step"] = time.monotonic()
         batch = read_batch(folder / case["batches"] / f"{step}.safetensors") if slot == 0 else None
         shared = trainer.share(batch)
         report = trainer.train(shared)
@@ -78,11 +79,11 @@ def run_slot(folder: Path, slot: int, store: str) -> None:
     for case in json.loads((folder / "cases.json").read_text()):
         if slot >= Replication.parse(case["layout"]).slots:
             continue
-        began = time.monotonic()
+        clock: dict[str, float] = {}
         try:
-            run_case(folder, case, slot, store)
+            run_case(folder, case, slot, store, clock)
         except TransitionError as error:
-            lost = {"lost": str(error), "seconds": time.monotonic() - began}
+            lost = {"lost": str(error), "seconds": time.monotonic() - clock["step"]}
             (folder / f"{case['name']}-{slot}.json").write_text(json.dumps(lost))
 
 

@@ -124,7 +124,8 @@ def make_group(
 def leave_group(group: dist.ProcessGroup) -> None:
     """Abort what is pending in ``group`` and forget it; safe when members are dead.
 
-    Every survivor of a broken group must do this at once: a member that waits for another survivor is freed by it.
+    Its connections close with its last reference: every survivor of a broken group must leave it *and* let go of it at
+    once, because that is what frees the others from waiting for this one.
     """
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # no backend for this device, or already aborted

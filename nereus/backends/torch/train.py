@@ -12,8 +12,10 @@ group's time-out.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import mmap
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -522,15 +524,19 @@ class TorchTrainer:
 
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Turn a broken collective into a ``TransitionError``, and leave all groups at once, which frees the peers."""
+        """Turn a broken collective into a ``TransitionError``; let go of all groups at once, which frees the peers.
+
+        Masters and moments stay; the slot must be assigned and its share be built anew.
+        """
         try:
             yield
         except RuntimeError as error:
             if not _is_collective(error):
                 raise
             place = self._placed
-            self._groups.leave()
-            self._groups = TrainerGroups()
+            self.close()
+            traceback.clear_frames(error.__traceback__)  # the frames hold groups, and a group closes when nobody does
+            gc.collect()
             raise TransitionError(
                 f"{what} of {place.emu.id} on slot {place.emu.slots[place.index]} lost a peer: {error}"
             ) from error
