@@ -99,7 +99,7 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tens
 
     Among equal logits the lower token goes first; the most probable token always stays.
     """
-    values, order = logits.sort(-1, descending=True, stable=True)
+    values, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     if top_k is not None:
         ranks = torch.arange(logits.shape[1], device=logits.device)
         values = values.masked_fill(ranks >= top_k, -torch.inf)
