@@ -383,3 +383,56 @@ def test_packets_decode_as_they_were_encoded() -> None:
     assert packet.frames == (b"frame",)
     envelope = decode(packet.head, packet.frames)
     assert (envelope.kind, envelope.seq, envelope.target, envelope.message) == (Kind.SEND, 1, "s1", Release((4,)))
+
+
+def plain(seq: int) -> bytes:
+    return encode(Envelope(PROTOCOL, Kind.SEND, "c1", "s1", seq, 0, 0, 0, 0, Release((seq,))))
+
+
+def test_what_came_early_is_delivered_without_being_sent_again() -> None:
+    net = joined()
+    for seq in (3, 2, 1):
+        net.server.arrived("rollout-0", "c1", plain(seq), (), 0.0)
+    events = [net.server.next_event(0.0) for _ in range(3)]
+    assert [event.message for event in events if isinstance(event, Delivery)] == [Release((seq,)) for seq in (1, 2, 3)]
+
+
+def test_what_came_early_is_bounded_and_what_came_late_is_not_kept() -> None:
+    net = joined()
+    for seq in (1, 2, *range(4, 5000), 1, 2):
+        net.server.arrived("rollout-0", "c1", plain(seq), (), 0.0)
+    early = net.server._sessions["rollout-0"].early
+    assert 0 < len(early) <= 256
+    assert min(early) == 4
+
+
+def test_a_lost_acknowledgement_is_repeated_when_the_message_comes_again() -> None:
+    net = joined()
+    net.client.send("supervisor", Heartbeat(), (), 0.0)
+    net.collect()
+    (again,) = net.up
+    net.settle()
+    net.server.next_event(0.0)
+    net.server.acknowledge(0.0)
+    net.server.outbox.clear()  # the acknowledgement is lost
+    assert net.client.unacknowledged()
+    net.bring_up(again)
+    net.server.acknowledge(0.0)
+    net.settle()
+    assert not net.client.unacknowledged()
+
+
+def test_credit_comes_back_for_what_was_consumed_and_not_for_what_arrived() -> None:
+    net = joined()
+    for _ in range(WINDOW):
+        net.client.send("supervisor", Heartbeat(), (), 0.0)
+    assert net.client.credit("supervisor") == 0
+    net.settle()
+    net.server.acknowledge(0.0)
+    net.settle()
+    assert not net.client.unacknowledged()
+    assert net.client.credit("supervisor") == 0
+    net.server.next_event(0.0)
+    net.server.acknowledge(0.0)
+    net.settle()
+    assert net.client.credit("supervisor") == 1
