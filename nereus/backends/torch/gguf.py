@@ -39,7 +39,9 @@ def import_gguf(source: Path, out: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
         raise ConfigError(
-            f"cannot be read as a GGUF model ({error})", where=str(source), remedy="use a Llama, Qwen2 or Qwen3 file"
+            f"cannot be read as a GGUF model ({error})",
+            where=str(source),
+            remedy="install nereus[gguf], and use a Llama, Qwen2 or Qwen3 file",
         ) from error
     values = {key: value for key, value in loaded.config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
     config: PretrainedConfig = type(loaded.config).from_dict(values)
