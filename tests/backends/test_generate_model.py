@@ -115,13 +115,15 @@ def test_copied_slots_go_on_like_their_source() -> None:
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
 
-def test_weights_are_copied_from_what_is_lent() -> None:
-    model = reference("llama tied", torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", ["llama", "llama tied", "llama biases", "qwen3"])
+def test_weights_are_copied_from_what_is_lent(case: str, dtype: torch.dtype) -> None:
+    model = reference(case, dtype)
     shape = shape_of(model.config, where="test")
     cpu = torch.device("cpu")
     lent = {name: tensor.clone() for name, tensor in stored(model).items()}
-    decoder = Decoder(shape, slots=1, capacity=8, device=cpu, dtype=torch.float64)
-    decoder.weights = DecoderWeights(shape, lent, cpu, torch.float64)
+    decoder = Decoder(shape, slots=1, capacity=8, device=cpu, dtype=dtype)
+    decoder.weights = DecoderWeights(shape, lent, cpu, dtype)
     with torch.inference_mode():
         decoder.set_lengths(torch.tensor([0]), torch.tensor([0]))
         before = decoder.decode(torch.tensor([1]), torch.tensor([0]), 1)

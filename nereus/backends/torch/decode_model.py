@@ -173,9 +173,8 @@ class DecoderWeights:
         """Copy ``tensors`` (all of ``shape.tensors``, on any device, in any floating dtype)."""
         with torch.inference_mode():
             get = _Reader(shape, tensors, device, dtype)
-            # A copy: what is lent may be overwritten once this returns.
-            self.embedding = get(EMBEDDING).clone()
-            self.norm = get(FINAL_NORM).clone()
+            self.embedding = get(EMBEDDING)
+            self.norm = get(FINAL_NORM)
             self.head = linear(self.embedding if shape.tied else get(HEAD), None)
             self.layers = [get.layer(f"model.layers.{layer}.") for layer in range(shape.layers)]
 
@@ -189,7 +188,8 @@ class _Reader:
         self._pairs = torch.arange(shape.head_dim).view(2, -1).t().flatten().to(device)
 
     def __call__(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._device, self._dtype)
+        # Always a copy: what is lent may be unmapped or overwritten as soon as the weights are made.
+        return self._tensors[name].to(self._device, self._dtype, copy=True)
 
     def layer(self, prefix: str) -> _Layer:
         shape, pairs = self._shape, self._pairs
@@ -199,11 +199,11 @@ class _Reader:
             qk_norm = torch.stack([q_norm] * (shape.heads // shape.kv_heads) + [k_norm])
         biased = shape.qkv_bias
         return _Layer(
-            norm=self(f"{prefix}input_layernorm.weight").clone(),
+            norm=self(f"{prefix}input_layernorm.weight"),
             qkv=linear(self._qkv(prefix, "weight"), self._qkv(prefix, "bias") if biased else None),
             qk_norm=qk_norm,
             out=self._projection(f"{prefix}self_attn.o_proj", bias=shape.out_bias),
-            mlp_norm=self(f"{prefix}post_attention_layernorm.weight").clone(),
+            mlp_norm=self(f"{prefix}post_attention_layernorm.weight"),
             gate_up=linear(
                 torch.cat([self(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")]),
                 torch.cat([self(f"{prefix}mlp.{name}_proj.bias") for name in ("gate", "up")]) if shape.mlp_bias else None,
@@ -220,7 +220,7 @@ class _Reader:
         return torch.cat([q[:, :, self._pairs], k[:, :, self._pairs], v], dim=1).flatten(0, 2)
 
     def _projection(self, name: str, *, bias: bool) -> Linear:
-        return linear(self(f"{name}.weight").clone(), self(f"{name}.bias").clone() if bias else None)
+        return linear(self(f"{name}.weight"), self(f"{name}.bias") if bias else None)
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:

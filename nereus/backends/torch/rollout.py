@@ -146,10 +146,12 @@ class TorchRollout:
             while self._take_commands():
                 began = time.perf_counter()
                 interrupted = self._engine.switch_if_due()
+                if interrupted is not None:
+                    self._loop.call_soon_threadsafe(self._tell_switched, interrupted)
                 finished = self._engine.step()
                 self._busy_s += time.perf_counter() - began
-                if finished or interrupted is not None:
-                    self._loop.call_soon_threadsafe(self._deliver, finished, interrupted)
+                if finished:
+                    self._loop.call_soon_threadsafe(self._deliver, finished)
         except Exception as error:
             failure = TransitionError(f"the generation engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -174,9 +176,11 @@ class TorchRollout:
 
     # On the event loop
 
-    def _deliver(self, finished: list[Completion], interrupted: int | None) -> None:
-        if interrupted is not None and self._switched is not None and not self._switched.done():
+    def _tell_switched(self, interrupted: int) -> None:
+        if self._switched is not None and not self._switched.done():
             self._switched.set_result(interrupted)
+
+    def _deliver(self, finished: list[Completion]) -> None:
         for completion in finished:
             result = self._results.get(completion.id)
             if result is not None and not result.done():
