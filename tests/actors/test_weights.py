@@ -5,7 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.actors.weights import Busy, Relay, remove_leftovers, shared_prefix
 from nereus.bus.messages import PullFrom, PushDone, PushInto, Refused, VersionReady
 from nereus.core.plan import Layout
+from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, publication
 
 LAYERS = 4
@@ -104,6 +107,46 @@ def test_shards_of_t2p2_d2_become_whole_tensors(relay: Relay, tmp_path: Path) ->
     (file,) = tmp_path.iterdir()
     assert file.name == "nereus-run1-policy.weights.0-0"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_writers_that_write_side_by_side_do_not_disturb_each_other(relay: Relay) -> None:
+    grants = {writer: relay.begin_push(1, writer) for writer in WRITERS}
+
+    def work(writer: str) -> PushDone:
+        into = grants[writer]
+        assert isinstance(into, PushInto)
+        pieces = pieces_of(writer)
+        return PushDone(1, writer, pieces, write(into, pieces, weights(1)))
+
+    with ThreadPoolExecutor(len(WRITERS)) as pool:
+        answers = [relay.push_done(done) for done in pool.map(work, WRITERS)]
+    assert answers[:-1] == [None] * (len(WRITERS) - 1)
+    assert isinstance(answers[-1], VersionReady)
+    assert holds(relay.pull(1, "reader"), 1)
+
+
+_WRITER = """
+import sys, numpy as np
+memory = np.memmap(sys.argv[1], np.uint8, "r+")
+memory[: len(memory) // 2] = 255
+memory.flush()
+print("half", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.live
+def test_a_writer_process_killed_halfway_leaves_nothing_visible(relay: Relay) -> None:
+    publish(relay, 1)
+    into = relay.begin_push(2, "slot-9")
+    assert isinstance(into, PushInto)
+    command = [sys.executable, "-c", _WRITER, into.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "half\n"
+        process.kill()
+    assert holds(relay.pull(1, "reader"), 1)
+    assert relay.writer_gone("slot-9")
+    assert publish(relay, 2).version == 2 and holds(relay.pull(2, "reader"), 2)
 
 
 @pytest.mark.parametrize("done", range(len(WRITERS)))
