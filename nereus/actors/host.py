@@ -8,6 +8,7 @@ leaves a handler ends the process: it is reported to the supervisor as a fatal `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,7 +49,9 @@ async def host(actor: Actor, control: Endpoint, services: Sequence[Endpoint] = (
                     return
                 answer = await actor.handle(event)
                 if answer is not None and event.token:
-                    await endpoint.reply(event, answer)
+                    # A requester that has died meanwhile needs no answer.
+                    with contextlib.suppress(PeerLost):
+                        await endpoint.reply(event, answer)
             elif isinstance(event, PeerGone):
                 if endpoint is control:
                     raise PeerLost(event.peer, event.why)

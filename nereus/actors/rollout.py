@@ -266,7 +266,7 @@ class RolloutActor:
             np.concatenate([completion.logprobs for completion in completions]),
             np.concatenate([completion.versions for completion in completions]),
         )
-        return FinishedGroup(message, tuple(memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays))
+        return FinishedGroup(message, tuple(np.ascontiguousarray(array).data.cast("B") for array in arrays))
 
     async def _hand_over(self, group: FinishedGroup) -> None:
         """Send one group to the collector; when the collector is lost, keep it: the supervisor will ask for it."""

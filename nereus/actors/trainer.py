@@ -41,11 +41,12 @@ from nereus.bus.messages import (
     Release,
     Save,
     Saved,
+    SaveFailed,
     StepDone,
     Train,
 )
 from nereus.core.plan import POLICY_TRAINING, SlotId
-from nereus.errors import ProtocolError
+from nereus.errors import CheckpointError, ProtocolError
 
 Result = TypeVar("Result")
 
@@ -68,16 +69,14 @@ def read_group(message: Group, frames: tuple[bytes | bytearray | memoryview, ...
     if len(frames) != 4:
         raise ProtocolError(f"group {message.group}: expected 4 frames, got {len(frames)}")
     total = sum(sample.tokens for sample in message.samples)
-    dtypes = (np.int32, np.int32, np.float32, np.int32)
     sizes = (message.prompt_tokens, total, total, total)
     for index, (frame, size) in enumerate(zip(frames, sizes, strict=True)):
         if memoryview(frame).nbytes != 4 * size:
             raise ProtocolError(
                 f"group {message.group}: frame {index} has {memoryview(frame).nbytes} bytes, expected {4 * size}"
             )
-    prompt, tokens, logprobs, versions = (
-        np.frombuffer(frame, dtype) for frame, dtype in zip(frames, dtypes, strict=True)
-    )
+    prompt, tokens, versions = (np.frombuffer(frames[index], np.int32) for index in (0, 1, 3))
+    logprobs = np.frombuffer(frames[2], np.float32)
     if not np.isfinite(logprobs).all():
         raise ProtocolError(f"group {message.group}: a log-probability is not finite")
     if total and (tokens.min() < 0 or prompt.min(initial=0) < 0):
@@ -268,5 +267,9 @@ class TrainerActor:
             self._failed.put_nowait(error)
 
     async def _save(self, save: Save) -> None:
-        manifest = await self._run(lambda: self._backend.save(Path(save.folder), save.step))
+        try:
+            manifest = await self._run(lambda: self._backend.save(Path(save.folder), save.step))
+        except (CheckpointError, OSError) as error:
+            await self._control.send(SUPERVISOR, SaveFailed(save.step, str(error)))
+            return
         await self._control.send(SUPERVISOR, Saved(save.step, self._emu.emu.id, manifest))

@@ -402,6 +402,13 @@ class Saved(_Message, frozen=True, tag=True):
         _json_as_bytes(self, "manifest")
 
 
+class SaveFailed(_Message, frozen=True, tag=True):
+    """Trainer slot -> supervisor: my share could not be written (a full disk); my state is untouched, training can go on."""
+
+    step: Count
+    reason: Text
+
+
 Message = (
     Hello
     | Welcome
@@ -436,4 +443,5 @@ Message = (
     | WeightsLive
     | Save
     | Saved
+    | SaveFailed
 )

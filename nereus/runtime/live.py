@@ -26,7 +26,7 @@ from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
-from nereus.core.plan import Plan
+from nereus.core.plan import POLICY_TRAINING, Plan
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime import journal as record
 from nereus.runtime.checkpoints import MODEL_SUFFIXES, CheckpointStore
@@ -34,16 +34,18 @@ from nereus.runtime.dataset import Dataset, open_dataset
 from nereus.runtime.display import Display, StepView, WorkerView, make_display
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.folder import RunFolder
+from nereus.runtime.folder import State as FolderState
 from nereus.runtime.journal import Journal, read_journal, replay
 from nereus.runtime.logs import configure_logs
 from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.summary import Summary, summarize
-from nereus.runtime.supervisor import Origin, Outcome, Supervisor
+from nereus.runtime.supervisor import Launcher, LeftAtOnce, Origin, Outcome, Supervisor
 from nereus.runtime.wire import Wire, store_config
 
-STORE_START_TIMEOUT_S = 60.0
+STORE_START_TIMEOUT_S = 120.0
+EXIT_LEFT_AT_ONCE = 130
 STATES = {
     State.STARTING: "starting",
     State.JOINED: "starting",
@@ -68,22 +70,36 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
     display = make_display(console, run=folder.name, steps=config.run.steps)
     folder.write_status("starting")
     display.start()
-    outcome = Outcome("", finished=False)
-    failure: NereusError | None = None
+    assembly = _Assembly(config, folder, display, local_workers=local_workers)
+    outcome = Outcome("ended by an unexpected error", finished=False)
+    failure: BaseException | None = None
     try:
-        outcome = await _Assembly(config, folder, display, local_workers=local_workers).run(resume)
+        outcome = await assembly.run(resume)
+    except asyncio.CancelledError:
+        if not assembly.interrupted:
+            raise
+        outcome = Outcome(f"left before the run had begun ({assembly.interrupted})", finished=False)
     except NereusError as error:
         failure = error
+        outcome = Outcome(str(error), finished=False)
     finally:
-        reason = str(failure) if failure else outcome.reason or "interrupted"
-        status = read_progress(folder)
-        state = "failed" if failure else "finished" if outcome.finished else "stopped"
-        folder.write_status(state, step=status.step, version=status.version, reason=reason)
-        display.close(_summary(folder, status, reason, ok=failure is None), _paths(folder, config))
+        progress = read_progress(folder)
+        state = _state(outcome, failure)
+        folder.write_status(state, step=progress.step, version=progress.version, reason=outcome.reason)
+        display.close(_summary(folder, progress, outcome.reason, ok=failure is None), _paths(folder, config))
+    if isinstance(failure, LeftAtOnce):
+        return EXIT_LEFT_AT_ONCE
     if failure:
         log.error("run failed", reason=str(failure))
         raise failure
     return 0
+
+
+def _state(outcome: Outcome, failure: BaseException | None) -> FolderState:
+    """Return what STATUS says about a run that has ended so."""
+    if failure and not isinstance(failure, LeftAtOnce):
+        return "failed"
+    return "finished" if outcome.finished else "stopped"
 
 
 def read_progress(folder: RunFolder) -> record.Progress:
@@ -115,14 +131,20 @@ class _Assembly:
         self._folder = folder
         self._display = display
         self._local_workers = local_workers
+        self._supervisor: Supervisor | None = None
+        self.interrupted = ""
+        """The signal that ended the run before it had begun."""
 
     async def run(self, checkpoint: Path | None) -> Outcome:
         """Prepare, run, and tear down."""
         config, folder = self._config, self._folder
         async with contextlib.AsyncExitStack() as stack:
+            self._catch_signals(stack)
             dataset = open_dataset(config.data)
             self._display.event(dataset.description)
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
+            for leftover in checkpoints.clean():
+                self._display.event(f"removed {leftover.name}: an earlier attempt left it half-done", "warning")
             origin = self._origin(checkpoint, dataset)
             if origin is None:
                 made = await self._model()
@@ -139,7 +161,9 @@ class _Assembly:
             stack.push_async_callback(endpoint.close)
             processes = LocalProcesses(folder.logs)
             stack.push_async_callback(processes.stop, grace_s=2.0)
-            store = await self._start_store(processes, plan)
+            services = LocalProcesses(folder.logs, processes.exits)
+            stack.push_async_callback(services.stop, grace_s=2.0)
+            store = await self._start_store(services, plan)
             observer = _Observer(config, folder, self._display)
             stack.callback(observer.close)
             supervisor = Supervisor(
@@ -149,13 +173,13 @@ class _Assembly:
                 store=store,
                 origin=origin,
                 endpoint=endpoint,
-                launcher=self._launcher(processes, endpoint.address, plan),
+                launcher=self._launcher(processes, endpoint.address),
                 journal=journal,
                 dataset=dataset,
                 checkpoints=checkpoints,
                 observer=observer,
             )
-            self._catch_signals(supervisor, stack)
+            self._supervisor = supervisor
             folder.write_status("running", step=origin.step, version=origin.version)
             self._display.status("starting workers")
             outcome: Outcome | None = None
@@ -239,21 +263,44 @@ class _Assembly:
             cursor=origin.cursor.frontier,
         )
 
+    def _launcher(self, processes: LocalProcesses, address: str) -> Launcher:
+        if self._local_workers:
+            return _WorkerLauncher(processes, self._folder, address)
+        command = " ".join(_worker_arguments(self._folder, "NAME", address))
+        self._display.event(f"waiting for workers; start each with: python -m {command}")
+        return _ExternalLauncher(processes)
+
     async def _start_store(self, processes: LocalProcesses, plan: Plan) -> str:
-        """Start the rendezvous store of the process groups; return ``host:port``."""
+        """Start the rendezvous store of the process groups; return ``host:port`` (empty: a lone trainer needs none)."""
+        if sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING)) == 1:
+            return ""
         arguments = ["nereus.backends.torch.store", "--host", self._config.bus.host, "--port", "0"]
         line = await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
         announced = json.loads(line)
         return f"{announced['host']}:{announced['port']}"
 
-    def _launcher(self, processes: LocalProcesses, address: str, plan: Plan) -> _WorkerLauncher:
-        return _WorkerLauncher(processes, self._folder, address)
-
-    def _catch_signals(self, supervisor: Supervisor, stack: contextlib.AsyncExitStack) -> None:
+    def _catch_signals(self, stack: contextlib.AsyncExitStack) -> None:
+        """Pass interrupts on to the supervisor; before there is one, nothing is lost by leaving at once."""
         loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt(name: str) -> None:
+            if self._supervisor is not None:
+                self._supervisor.interrupt(name)
+            else:
+                self.interrupted = name
+                task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, supervisor.interrupt, signal.Signals(number).name)
+            loop.add_signal_handler(number, interrupt, signal.Signals(number).name)
             stack.callback(loop.remove_signal_handler, number)
+
+
+def _worker_arguments(folder: RunFolder, worker: str, address: str) -> list[str]:
+    """Return what follows ``python -m`` to start a worker of the run."""
+    place = ["--run", str(folder.path), "--attempt", str(folder.attempt)]
+    return ["nereus.runtime.worker", *place, "--worker", worker, "--supervisor", address]
 
 
 class _WorkerLauncher:
@@ -269,8 +316,7 @@ class _WorkerLauncher:
         return self._processes.exits
 
     async def start(self, worker: str) -> int:
-        arguments = ["--run", str(self._folder.path), "--attempt", str(self._folder.attempt), "--worker", worker]
-        return await self._processes.start(worker, ["nereus.runtime.worker", *arguments, "--supervisor", self._address])
+        return await self._processes.start(worker, _worker_arguments(self._folder, worker, self._address))
 
     def kill(self, worker: str) -> None:
         self._processes.kill(worker)
@@ -280,6 +326,29 @@ class _WorkerLauncher:
 
     async def stop(self, *, grace_s: float) -> None:
         await self._processes.stop(grace_s=grace_s)
+
+
+class _ExternalLauncher:
+    """Leaves starting and ending of workers to somebody else: a batch system, or a person."""
+
+    def __init__(self, processes: LocalProcesses) -> None:
+        self._processes = processes
+
+    @property
+    def exits(self) -> asyncio.Queue[Exited]:
+        return self._processes.exits
+
+    async def start(self, worker: str) -> int:
+        return 0
+
+    def kill(self, worker: str) -> None:
+        """Cannot be done from here; the worker's old incarnation is refused if it comes back."""
+
+    async def wait(self, *, timeout_s: float) -> tuple[str, ...]:
+        return ()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Workers leave on Shutdown, or when they miss the supervisor."""
 
 
 class _Observer:

@@ -34,13 +34,13 @@ class Exited(Struct, frozen=True):
 
 
 class LocalProcesses:
-    """The worker processes that this supervisor has started."""
+    """Processes of one kind that this supervisor has started; ``exits`` may be shared with another kind."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, exits: asyncio.Queue[Exited] | None = None) -> None:
         self._logs = logs
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
-        self.exits: asyncio.Queue[Exited] = asyncio.Queue()
+        self.exits: asyncio.Queue[Exited] = asyncio.Queue() if exits is None else exits
 
     async def start(self, worker: str, arguments: Sequence[str]) -> int:
         """Start ``python -m`` with ``arguments`` as ``worker``, its output appended to its log; return the pid."""

@@ -42,6 +42,7 @@ from nereus.bus.messages import (
     Release,
     Save,
     Saved,
+    SaveFailed,
     Shutdown,
     StepDone,
     StepReport,
@@ -79,6 +80,10 @@ log = structlog.get_logger()
 
 class RunFailed(NereusError):
     """The run cannot go on; the message is the explanation that the operator gets."""
+
+
+class LeftAtOnce(RunFailed):
+    """The operator did not want to wait for the drain."""
 
 
 class Interrupt(Struct, frozen=True):
@@ -317,6 +322,11 @@ class Supervisor:
                 await self._on_weights_live(worker, live)
             case Saved(step, _, manifest):
                 await self._on_saved(worker, step, manifest)
+            case SaveFailed(step, reason):
+                if self._saving is not None and self._saving.step == step:
+                    self._saving = None
+                    self._checkpoints.abandon(step)
+                    self._save_failed(f"{worker.name}: {reason}")
             case Fault(where, reason, fatal):
                 worker.fault = reason
                 log.error("fault", worker=where, reason=reason, fatal=fatal)
@@ -407,6 +417,8 @@ class Supervisor:
     # Weights
 
     async def _on_version_ready(self, visible: VersionReady) -> None:
+        if self._visible is None:
+            self._idle_since = self._progress_at = self._now()  # starting up is no part of the first step
         self._visible = visible
         self._journal.append(record.VersionReady(version=visible.version, checksum=visible.checksum))
         for rollout in self._fleet.of(POLICY_GENERATION):
@@ -562,6 +574,7 @@ class Supervisor:
             for kind, count in group.reward_failures.items():
                 failures[f"reward/{kind}"] = failures.get(f"reward/{kind}", 0) + count
         return {
+            "perf/tokens": training.report.tokens if training.report else 0,
             "staleness/mean": sum(lags) / len(lags),
             "staleness/max": max(lags),
             "timing_s/step": now - self._idle_since,
@@ -620,7 +633,7 @@ class Supervisor:
                 self._checkpoints.commit, saving.step, entries, extra, model=self._origin.model, tensors=self._tensors
             )
         except CheckpointError as error:
-            return self._save_failed(error)
+            return self._save_failed(str(error))
         self._saved_step = saving.step
         self._journal.append(
             record.CheckpointCommitted(
@@ -633,12 +646,12 @@ class Supervisor:
         if self._outcome is None and leaving and self._training is None:
             await self._save()
 
-    def _save_failed(self, error: CheckpointError) -> None:
+    def _save_failed(self, reason: str) -> None:
         """Go on without this checkpoint; the next one is due as before. Only the last one cannot be done without."""
-        log.error("checkpoint failed", reason=str(error))
-        self._observer.note(f"a checkpoint failed, training goes on: {error}")
+        log.error("checkpoint failed", reason=reason)
         if self._draining or self._step >= self._config.run.steps:
-            raise RunFailed(f"the last checkpoint failed: {error}")
+            raise RunFailed(f"the last checkpoint failed: {reason}")
+        self._observer.note(f"a checkpoint failed, training goes on: {reason}")
 
     def _end_if_due(self) -> None:
         if self._saved_step != self._step or self._training is not None:
@@ -650,7 +663,7 @@ class Supervisor:
 
     async def _drain(self, name: str) -> None:
         if self._draining:
-            raise RunFailed(f"left at once on a second {name}; resume with --resume")
+            raise LeftAtOnce(f"left at once on a second {name}; resume with --resume")
         self._draining = name
         self._journal.append(record.Drain(reason=name))
         self._observer.note(f"{name}: finishing the step, saving, leaving (once more: leave now)")
@@ -668,7 +681,7 @@ class Supervisor:
                 f"not ready after {self._config.bus.start_timeout_s:g} s: {', '.join(missing)}; "
                 "see their logs, or raise bus.start_timeout_s"
             )
-        if self._training is None and now - self._progress_at > STALL_S:
+        if self._visible is not None and self._training is None and now - self._progress_at > STALL_S:
             self._progress_at = now
             busy = {rollout.name: len(rollout.running) for rollout in self._fleet.of(POLICY_GENERATION)}
             waiting = self._pacer.choose_batch(self._version)
