@@ -30,6 +30,7 @@ import torch
 from msgspec import Meta, Struct
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from nereus.errors import ConfigError
 
@@ -63,6 +64,8 @@ class TokenizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """One token per UTF-8 byte, hence one per character of plain English text; any text survives the round trip."""
     phrases: tuple[str, ...] = ()
     """Texts that are one token each, such as the fixed part of a task's question: short prompts make cheap steps."""
+    numbers: tuple[int, int] | None = None
+    """First and last of a range of whole numbers that are one token each, together with the blank before them."""
 
 
 class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,7 +102,7 @@ class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Demonstration(Struct, frozen=True):
-    """One supervised example: a prompt, what is shown to follow it, and the true answer."""
+    """One supervised example: a prompt, what is shown to follow it (a blank first), and the true answer."""
 
     prompt: str
     target: str
@@ -155,19 +158,21 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def build_tokenizer(spec: TokenizerSpec, context: int) -> PreTrainedTokenizerFast:
-    """Make the tokenizer: pad, bos, eos, 256 bytes, the phrases, and spare tokens up to a multiple of 16.
+    """Make the tokenizer: pad, bos, eos, 256 bytes, phrases and numbers, and spare tokens up to a multiple of 16.
 
     Nothing is added to a text when it is encoded, neither bos nor eos.
     """
     special = ["<pad>", "<s>", "</s>"]
-    size = len(special) + 256 + len(spec.phrases)
+    first, last = spec.numbers or (0, -1)
+    words = [*spec.phrases, *(f" {number}" for number in range(first, last + 1))]
+    size = len(special) + 256 + len(words)
     special += [f"<spare{i}>" for i in range(-size % 16)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([*special, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in spec.phrases])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left",
         model_max_length=context, clean_up_tokenization_spaces=False,
@@ -186,25 +191,29 @@ def demonstrations(phase: SupervisedPhase, rows: int, first_seed: int, noise: fl
             target = running_totals(row["metadata"]["expression"], noise, errors)
         else:
             target = _slip(row["answer"], noise, errors)
-        yield Demonstration(phase.template.replace("{prompt}", row["question"]), target, row["answer"])
+        yield Demonstration(phase.template.replace("{prompt}", row["question"]), f" {target}", row["answer"])
 
 
 def running_totals(expression: str, noise: float, errors: random.Random) -> str:
-    """Return the total after each further term: ``7 + 8 - 3`` gives ``15 12``; an error is carried on to the end."""
+    """Return the total after each further term: ``7 + 8 - 3`` gives ``15, 12``; an error is carried on to the end.
+
+    With the comma a total is two tokens, as a term is: the term that comes next is always equally far back, which
+    one attention head can learn in a few hundred steps.
+    """
     total, *rest = expression.split()
     totals: list[str] = []
     for operator, term in zip(rest[::2], rest[1::2], strict=True):
         exact = int(total) + int(term) if operator == "+" else int(total) - int(term)
         total = _slip(str(exact), noise, errors)
         totals.append(total)
-    return " ".join(totals) or total
+    return ", ".join(totals) or total
 
 
 def _slip(number: str, noise: float, errors: random.Random) -> str:
-    """Return ``number``, or with probability ``noise`` one that is 1 to 3 too large or too small."""
+    """Return ``number``, or with probability ``noise`` one that is 1 to 9 too large or too small."""
     if errors.random() >= noise:
         return number
-    return str(int(number) + errors.choice((-3, -2, -1, 1, 2, 3)))
+    return str(int(number) + errors.choice((-1, 1)) * errors.randint(1, 9))
 
 
 def _make(recipe: Recipe, path: Path, folder: Path, progress: Progress) -> None:
@@ -303,7 +312,7 @@ def _accuracy(
     inputs = tokenizer([example.prompt for example in examples], return_tensors="pt", padding=True)
     output = model.generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_new_tokens,
-        do_sample=not greedy, top_k=0, pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id, **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
     )  # fmt: skip
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     right = [text.split()[-1:] == example.answer.split()[-1:] for text, example in zip(texts, examples, strict=True)]
@@ -391,6 +400,7 @@ def main() -> int:
     parser.add_argument("cache", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
+    disable_progress_bar()  # the caller shows our lines, not those of transformers
     try:
         folder = prepare(given.recipe, given.cache, threads=given.threads, progress=_say)
     except ConfigError as error:
