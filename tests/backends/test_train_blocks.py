@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.backends.api import TrainBatch
@@ -29,6 +29,7 @@ def make_batch(prompts: list[int], lengths: list[int], rewards: list[float], siz
     )
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.booleans()), min_size=4, max_size=12),
     dp=st.integers(1, 3),
