@@ -1,0 +1,21 @@
+"""Fixtures of the live tests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from jobs import Job  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model cache that all live tests of a session share."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def job(tmp_path: Path, cache: Path) -> Job:
+    return Job(tmp_path, cache)

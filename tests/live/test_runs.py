@@ -1,0 +1,150 @@
+"""Whole runs on real processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from jobs import Job, finish, kill, leftovers
+
+from nereus.algo.history import check_history
+from nereus.backends.manifest import read_manifest
+from nereus.runtime import journal as record
+from nereus.runtime.metrics import read_metrics
+
+pytestmark = pytest.mark.live
+
+
+def _trained(job: Job, folder: Path | None = None) -> list[int]:
+    return [
+        ref.group
+        for entry in job.entries(folder)
+        if isinstance(entry.record, record.Trained)
+        for ref in entry.record.groups
+    ]
+
+
+def _pid(job: Job, worker: str) -> int:
+    """Return the pid of the newest incarnation of ``worker``."""
+    joined = [entry.record for entry in job.entries() if isinstance(entry.record, record.WorkerJoined)]
+    return [found.pid for found in joined if found.worker == worker][-1]
+
+
+def _state(folder: Path) -> dict[tuple[str, str, tuple[int, ...]], np.ndarray]:
+    """Return every element of a checkpoint's tensors, put together whole, by kind and name."""
+    import torch
+    from safetensors.torch import load_file
+
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    manifest = read_manifest(folder)
+    for slot in manifest.slots:
+        for piece in slot.pieces:
+            key = (piece.kind, piece.name)
+            shapes[key] = tuple(map(max, zip(shapes.get(key, piece.stop), piece.stop, strict=True)))
+    for slot in manifest.slots:
+        arrays = load_file(folder / slot.file)
+        for piece in slot.pieces:
+            key = (piece.kind, piece.name)
+            target = whole.setdefault(key, torch.full(shapes[key], torch.nan, dtype=torch.float64))
+            target[tuple(map(slice, piece.start, piece.stop))] = arrays[piece.key].double()
+    return {key: tensor.numpy() for key, tensor in whole.items()}  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_with_a_killed_rollout(job: Job) -> None:
+    process = job.start("--run.steps", "200", "--checkpoint.every", "0", "--async.staleness", "2")
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.Trained) and entry.record.step == 40)
+    kill(_pid(job, "slot-2"))
+    code, output = finish(process)
+    assert code == 0, output[-3000:]
+    assert check_history(job.history(), staleness=2, groups_per_step=4) == []
+    assert sorted(_trained(job)) == list(range(800))
+    gone = [entry.record for entry in job.entries() if isinstance(entry.record, record.WorkerGone)]
+    assert [found.worker for found in gone] == ["slot-2"]
+    rows = read_metrics(job.folder / "metrics.jsonl")
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert (
+        np.mean([row["reward/mean"] for row in rows[-20:]]) > np.mean([row["reward/mean"] for row in rows[:20]]) + 0.2
+    )
+    assert not list(leftovers(job.folder.name))
+
+
+@pytest.mark.parametrize("victim", ["slot-0", "weights-0"])
+def test_a_killed_trainer_or_relay_ends_the_run_at_once_and_it_resumes(job: Job, victim: str) -> None:
+    process = job.start("--run.steps", "12")
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.Trained) and entry.record.step == 7)
+    kill(_pid(job, victim))
+    code, output = finish(process, timeout_s=30)
+    assert code == 1
+    assert f"{victim} " in output and "--resume" in output
+    assert job.status()["state"] == "failed"
+    code, output = job.run("--run.steps", "12", "--resume")
+    assert code == 0, output[-3000:]
+    assert check_history(job.history(), staleness=1, groups_per_step=4) == []
+    assert job.status()["state"] == "finished"
+
+
+def test_sigterm_drains_and_the_resumed_run_neither_skips_nor_repeats(job: Job) -> None:
+    process = job.start("--run.steps", "60")
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.Trained) and entry.record.step == 4)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 0, output[-3000:]
+    assert job.status()["state"] == "stopped"
+    done = len(_trained(job)) // 4
+    code, output = job.run("--run.steps", str(done + 4), "--resume", "--train.layout", "d1t2p1")
+    assert code == 0, output[-3000:]
+    assert sorted(_trained(job)) == list(range(4 * (done + 4)))
+    assert check_history(job.history(), staleness=1, groups_per_step=4) == []
+
+
+DETERMINISTIC = (
+    *("--run.deterministic", "true", "--async.staleness", "0", "--rollout.interrupt", "wait"),
+    *("--model.dtype", "float64", "--train.schedule", "cosine", "--train.warmup_steps", "2"),
+)
+
+
+def test_a_run_resumed_on_another_layout_equals_the_straight_one(job: Job, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    code, output = job.run(*DETERMINISTIC, "--rollout.layout", "d1t1p1", folder=straight)
+    assert code == 0, output[-3000:]
+    process = job.start(*DETERMINISTIC, "--train.layout", "d2t1p1", folder=broken)
+    job.folder = broken
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.CheckpointCommitted))
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 0, output[-3000:]
+    code, output = job.run(*DETERMINISTIC, "--resume", "3", "--train.layout", "d1t2p1", folder=broken)
+    assert code == 0, output[-3000:]
+    one, other = (_state(folder / "checkpoints" / "step_00000006") for folder in (straight, broken))
+    assert one.keys() == other.keys()
+    assert {kind for kind, _ in one} == {"parameter", "exp_avg", "exp_avg_sq"}  # type: ignore[misc]
+    for key, value in one.items():
+        assert np.abs(value - other[key]).max() <= 1e-9 * max(1.0, np.abs(value).max()), key
+    assert _trained(job, straight) == list(range(24))
+
+
+def test_the_exported_model_is_what_was_trained(job: Job, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    import torch
+    from safetensors.torch import load_file
+
+    code, output = job.run("--run.steps", "3", "--train.layout", "d1t1p2")
+    assert code == 0, output[-3000:]
+    out = tmp_path / "exported"
+    command = [sys.executable, "-m", "nereus", "export", str(job.folder), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    state = _state(job.folder / "checkpoints" / "step_00000003")
+    exported = load_file(out / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(tensor.double(), torch.from_numpy(state["parameter", name]))  # type: ignore[index]
+    assert (out / "tokenizer.json").exists()
+    manifest = msgspec.json.decode((out / "config.json").read_bytes())
+    assert manifest["architectures"] == ["LlamaForCausalLM"]
