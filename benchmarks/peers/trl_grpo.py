@@ -5,6 +5,7 @@
 Prints one JSON object on its last line: the seconds of every step after the first.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -13,11 +14,11 @@ import time
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_DISABLED="true", TRL_EXPERIMENTAL_SILENCE="1")
 
-import torch  # noqa: E402
-import trl  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 
 def digits(completions, **columns):
@@ -67,7 +68,7 @@ def main():
             callbacks=[clock],
         )
         trainer.train()
-    seconds = [end - begin for begin, end in zip(clock.ends, clock.ends[1:])]
+    seconds = [end - begin for begin, end in itertools.pairwise(clock.ends)]
     print(json.dumps({"trl": trl.__version__, "step_s": seconds}))
 
 

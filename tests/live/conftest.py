@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs import Job  # noqa: E402
+from jobs import Job
 
 
 @pytest.fixture(scope="session")
