@@ -1,0 +1,614 @@
+"""In which order do all model-stages get from plan to plan without waiting for each other for ever?
+
+The compiler plays the transition through in predicted time: it starts every primitive as early as slots, memory and
+copies allow, and notes what each one waited for. So every edge points forward in time and the graph is acyclic. The
+rules: *release before acquire* (an acquisition follows the primitives that release its slots and memory, none of which
+waits for it); *stage order* (generation before inference before training where several could go first); the last copy
+of a model-stage is dropped only after it has been copied. A cycle of last copies is broken by parking one in host
+memory. Invariants (tests/transition/test_compile.py): run in any order that the graph allows, the books balance
+and the target is reached.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from nereus.core.plan import ModelStage, Plan, SlotId
+from nereus.transition.diff import StageDiff, diff
+from nereus.transition.ledger import groups_of, growth_bytes, release_bytes
+from nereus.transition.primitive import (
+    Destroy,
+    Extend,
+    Memory,
+    Merge,
+    Park,
+    Primitive,
+    Replica,
+    Split,
+    Stuck,
+    TransitionDag,
+    Unpark,
+    slots_of,
+)
+
+MAX_STRIPES = 4
+"""So many replicas at most send to one new replica: more do not fill its links any better."""
+
+_CHOICES = 256
+"""So many ways to choose the copies that are dropped last are tried before one is parked."""
+
+
+def nominal_seconds(primitive: Primitive) -> float:
+    """Return a duration without units for planning without a price: copies dominate, stripes share the work."""
+    match primitive:
+        case Extend(sources=sources):
+            return 1.0 / len(sources)
+        case Split() | Park() | Unpark():
+            return 0.5
+        case Merge(aligned=aligned):
+            return 0.1 if aligned else 0.5
+        case Destroy():
+            return 0.01
+
+
+def compile_transition(
+    current: Plan,
+    target: Plan,
+    *,
+    groups: Iterable[Sequence[ModelStage]],
+    memory: Memory | None = None,
+    seconds: Callable[[Primitive], float] = nominal_seconds,
+) -> TransitionDag | Stuck:
+    """Return the graph of primitives from ``current`` to ``target``, or why there is none.
+
+    ``groups`` are the sets of model-stages that run at the same time (``Workflow.concurrency_groups``). Both plans must
+    be valid for them. Without ``memory`` only slots count and nothing is parked. ``seconds`` orders what could go in
+    several orders; the graph is right whatever it says.
+    """
+    return _Compiler(current, target, tuple(tuple(group) for group in groups), memory, seconds).compile()
+
+
+class _Copy:
+    """A replica while the transition is played through. Identity matters: never compared by value."""
+
+    __slots__ = ("blocked", "doomed", "last_use", "made_by", "merging", "replica", "stage")
+
+    def __init__(self, replica: Replica, stage: _Stage, *, doomed: bool = False) -> None:
+        self.replica = replica
+        self.stage = stage
+        self.doomed = doomed
+        self.made_by = -1
+        self.last_use = -1
+        self.blocked: list[_Acquisition] = []
+        """The acquisitions that wait for this copy's slots."""
+        self.merging: _Merging | None = None
+
+
+class _Acquisition:
+    """A replica to be made."""
+
+    __slots__ = ("blockers", "copy", "missing", "releases")
+
+    def __init__(self, copy: _Copy) -> None:
+        self.copy = copy
+        self.blockers: set[_Copy] = set()
+        self.missing = 0
+        self.releases: list[int] = []
+        """The primitives that release its slots."""
+
+
+class _Merging:
+    __slots__ = ("aligned", "missing", "parts", "target")
+
+    def __init__(self, parts: list[_Copy], target: _Copy, aligned: bool) -> None:
+        self.parts = parts
+        self.target = target
+        self.aligned = aligned
+        self.missing = 0
+        for part in parts:
+            part.merging = self
+
+
+class _Stage:
+    """One model-stage while the transition is played through."""
+
+    __slots__ = (
+        "acquisitions",
+        "change",
+        "counts",
+        "dropped",
+        "groups",
+        "idle",
+        "lost",
+        "merges",
+        "name",
+        "order",
+        "parked",
+        "ready",
+        "rescued",
+        "splits",
+        "unstarted",
+    )
+
+    def __init__(self, order: int, change: StageDiff, groups: tuple[int, ...]) -> None:
+        self.order = order
+        self.change = change
+        self.name = str(change.model_stage)
+        self.groups = groups
+        self.counts: dict[str, int] = {}
+        self.idle: dict[_Copy, None] = {}
+        """Complete copies that could send now."""
+        self.splits: list[tuple[_Copy, list[_Copy]]] = []
+        self.dropped: list[_Copy] = []
+        """Whole units that go."""
+        self.lost: list[_Copy] = []
+        """Parts of split units that go."""
+        self.acquisitions: list[_Acquisition] = []
+        self.ready: deque[_Acquisition] = deque()
+        self.merges: list[_Merging] = []
+        self.unstarted = 0
+        self.rescued = False
+        """Whether a copy exists, or will without waiting for anybody, that the target keeps."""
+        self.parked: tuple[Replica, int] | None = None
+        """The copy in host memory and the index of the primitive that put it there."""
+        self._fill(change)
+
+    def _fill(self, change: StageDiff) -> None:
+        for replica in change.stays:
+            self.idle[_Copy(replica, self)] = None
+        parts: dict[Replica, _Copy] = {}
+        for replica in change.kept:
+            parts[replica] = copy = _Copy(replica, self)
+            self.idle[copy] = None
+        for splitting in change.splittings:
+            made = [_Copy(replica, self) for replica in splitting.kept]
+            parts.update(zip(splitting.kept, made, strict=True))
+            lost = [_Copy(replica, self, doomed=True) for replica in splitting.dropped]
+            self.lost += lost
+            self.splits.append((_Copy(splitting.source, self), made + lost))
+        self.dropped += [_Copy(replica, self, doomed=True) for replica in change.dropped]
+        self.rescued = bool(self.idle or self.splits)
+        for merging in change.mergings:
+            new = [_Copy(replica, self) for replica in merging.extended]
+            self.acquisitions += map(_Acquisition, new)
+            joined = [parts[replica] for replica in merging.resident] + new
+            self.merges.append(_Merging(joined, _Copy(merging.target, self), merging.aligned))
+        for merge in self.merges:
+            merge.missing = sum(part not in self.idle for part in merge.parts)
+        self.acquisitions += [_Acquisition(_Copy(replica, self)) for replica in change.extended]
+        self.unstarted = len(self.acquisitions)
+
+    def next_id(self, kind: str) -> str:
+        number = self.counts.get(kind, 0)
+        self.counts[kind] = number + 1
+        return f"{self.name}/{kind}-{number}"
+
+
+class _MemoryBook:
+    """Memory per slot in predicted time, and the edges that keep it true in any order.
+
+    ``gross`` counts what was ever taken: an acquisition that fits on top of it needs nobody's release. One that does
+    not follows every release of that slot that it saw.
+    """
+
+    def __init__(self, memory: Memory, current: Plan) -> None:
+        self._memory = memory
+        self._taken = dict(memory.reserved_bytes)
+        for emu in current.emus:
+            share = memory.footprint(emu.model_stage, emu.layout)
+            for slot in emu.slots:
+                self._taken[slot] = self._taken.get(slot, 0) + share
+        self._gross = dict(self._taken)
+        self._releases: dict[SlotId, list[int]] = {}
+
+    def take(self, primitive: Primitive) -> set[int] | None:
+        """Return whom ``primitive`` must follow, having taken its memory; None if a slot has not enough now."""
+        size, capacity = growth_bytes(primitive, self._memory), self._memory.capacity_bytes
+        if size <= 0:
+            return set()
+        slots, taken, gross = slots_of(primitive), self._taken, self._gross
+        if any(taken.get(slot, 0) + size > capacity for slot in slots):
+            return None
+        follows: set[int] = set()
+        for slot in slots:
+            taken[slot] = taken.get(slot, 0) + size
+            gross[slot] = gross.get(slot, 0) + size
+            if gross[slot] > capacity:
+                follows.update(self._releases.get(slot, ()))
+        return follows
+
+    def release(self, index: int, primitive: Primitive) -> bool:
+        """Count what ``primitive`` releases; return whether it releases anything."""
+        size = release_bytes(primitive, self._memory)
+        if size <= 0:
+            return False
+        for slot in slots_of(primitive):
+            self._taken[slot] -= size
+            self._releases.setdefault(slot, []).append(index)
+        return True
+
+
+class _Compiler:
+    def __init__(
+        self,
+        current: Plan,
+        target: Plan,
+        groups: tuple[tuple[ModelStage, ...], ...],
+        memory: Memory | None,
+        seconds: Callable[[Primitive], float],
+    ) -> None:
+        self._current, self._target, self._groups = current, target, groups
+        self._memory, self._seconds = memory, seconds
+        changes = diff(current, target)
+        in_groups = groups_of([change.model_stage for change in changes], groups)
+        self._stages = [_Stage(i, change, in_groups[change.model_stage]) for i, change in enumerate(changes)]
+        self._book = None if memory is None or self._roomy(memory) else _MemoryBook(memory, current)
+        self._host_bytes: dict[str, int] = {}
+        self._primitives: list[Primitive] = []
+        self._local: list[tuple[int, ...]] = []
+        self._resource: list[tuple[int, ...]] = []
+        self._now = 0.0
+        self._running: list[tuple[float, int, Callable[[int], None]]] = []
+        self._waiting_splits: list[tuple[_Copy, list[_Copy]]] = []
+        self._hungry: dict[_Stage, None] = {}
+        """Model-stages that wait for memory."""
+        self._touched: dict[_Stage, None] = {}
+
+    def compile(self) -> TransitionDag | Stuck:
+        for stage in self._stages:
+            if stage.acquisitions and not (stage.rescued or stage.dropped):
+                return Stuck((f"{stage.name} has no copy in the current plan to make {len(stage.acquisitions)} from",))
+        self._block()
+        for stage in self._stages:
+            self._waiting_splits += stage.splits
+        self._start_splits()
+        self._doom(self._last_copies())
+        self._touched.update(dict.fromkeys(self._stages))
+        while True:
+            self._dispatch()
+            if self._running:
+                self._advance()
+            elif self._unfinished():
+                if not self._park():
+                    return self._stuck()
+            else:
+                break
+        return TransitionDag(
+            self._current,
+            self._target,
+            self._groups,
+            self._memory,
+            tuple(self._primitives),
+            tuple(self._local),
+            tuple(self._resource),
+        )
+
+    # What stands in whose way
+
+    def _roomy(self, memory: Memory) -> bool:
+        """Return whether memory can be left out: even the largest layouts of all that may share a slot fit."""
+        largest: dict[int, int] = {}
+        for stage in self._stages:
+            change = stage.change
+            held = [*change.stays[:1], *change.dropped[:1], *change.extended[:1], *change.kept[:1]]
+            held += [replica for splitting in change.splittings[:1] for replica in (splitting.source, *splitting.kept[:1])]
+            held += [replica for merging in change.mergings[:1] for replica in (merging.target, *merging.extended[:1])]
+            sizes = [memory.footprint(change.model_stage, replica.layout) for replica in held]
+            size = max(sizes, default=0)
+            if any(not merging.aligned for merging in change.mergings):
+                size *= 2
+            group = stage.groups[0]
+            largest[group] = max(largest.get(group, 0), size)
+        reserved = max(memory.reserved_bytes.values(), default=0)
+        return sum(largest.values()) + reserved <= memory.capacity_bytes
+
+    def _block(self) -> None:
+        """Link every acquisition with the copies whose slots it needs."""
+        holders: dict[int, dict[SlotId, _Copy]] = {}
+        for stage in self._stages:
+            for copy in stage.dropped + stage.lost:
+                held = dict.fromkeys(copy.replica.slots, copy)
+                for group in stage.groups:
+                    holders.setdefault(group, {}).update(held)
+        for stage in self._stages:
+            maps = [holders[group].get for group in stage.groups if group in holders]
+            for acquisition in stage.acquisitions:
+                slots = acquisition.copy.replica.slots
+                blockers: set[_Copy | None] = set()
+                for find in maps:
+                    blockers.update(map(find, slots))
+                for blocker in blockers:
+                    if blocker is not None:
+                        blocker.blocked.append(acquisition)
+                        acquisition.blockers.add(blocker)
+                acquisition.missing = len(acquisition.blockers)
+                if not acquisition.missing:
+                    stage.ready.append(acquisition)
+
+    def _last_copies(self) -> dict[_Stage, _Copy]:
+        """Choose, for each model-stage all of whose copies stand in somebody's way, the one that is dropped last.
+
+        Each choice must let some model-stage make a copy without waiting for a chosen one, then another, and so on. The
+        least wanted copies are tried first; if no choice works, the one that opens the way for most is taken.
+        """
+        closed = [
+            stage
+            for stage in self._stages
+            if stage.acquisitions and not stage.rescued and (self._book or all(copy.blocked for copy in stage.dropped))
+        ]
+        if not closed:
+            return {}
+        options = [_distinct(stage.dropped) for stage in closed]
+        best, opened = {}, -1
+        for choice in itertools.islice(itertools.product(*options), _CHOICES):
+            chosen = dict(zip(closed, choice, strict=True))
+            count = _opened(chosen)
+            if count > opened:
+                best, opened = chosen, count
+            if count == len(closed):
+                break
+        return best
+
+    def _doom(self, last: dict[_Stage, _Copy]) -> None:
+        """Destroy what is in the way; what is not stays as a source while there is something to send."""
+        for stage in self._stages:
+            kept = last.get(stage)
+            for copy in stage.dropped:
+                self._settle(copy, kept)
+
+    def _settle(self, copy: _Copy, last: _Copy | None = None) -> None:
+        """Let a complete copy send, or destroy it if somebody waits for its room."""
+        stage = copy.stage
+        if copy.doomed and copy is not last and (copy.blocked or self._book or not stage.unstarted):
+            self._destroy(copy)
+        else:
+            stage.idle[copy] = None
+            self._touched[stage] = None
+
+    # Playing it through
+
+    def _advance(self) -> None:
+        """Go to the next moment at which something ends, and let everything end that ends then."""
+        self._now = self._running[0][0]
+        while self._running and self._running[0][0] <= self._now:
+            _, index, then = heapq.heappop(self._running)
+            if self._book and self._book.release(index, self._primitives[index]):
+                self._touched.update(self._hungry)
+                self._start_splits()
+            then(index)
+
+    def _dispatch(self) -> None:
+        """Start what can start, model-stage by model-stage in stage order."""
+        touched, self._touched = self._touched, {}
+        for stage in sorted(touched, key=_stage_order):
+            self._extend(stage)
+            if not stage.ready or stage in self._hungry:
+                self._merge(stage)
+            if not stage.unstarted:
+                for copy in [copy for copy in stage.idle if copy.doomed]:
+                    del stage.idle[copy]
+                    self._destroy(copy)
+
+    def _start(
+        self,
+        primitive: Primitive,
+        local: Iterable[int],
+        resource: Iterable[int],
+        then: Callable[[int], None],
+    ) -> int | None:
+        """Note ``primitive`` and run it; None, and nothing noted, if there is no memory for it now."""
+        if self._book:
+            follows = self._book.take(primitive)
+            if follows is None:
+                return None
+            resource = follows.union(resource)
+        index = len(self._primitives)
+        self._primitives.append(primitive)
+        before = tuple(sorted({i for i in local if i >= 0}))
+        self._local.append(before)
+        self._resource.append(tuple(sorted({*resource}.difference(before))))
+        heapq.heappush(self._running, (self._now + self._seconds(primitive), index, then))
+        return index
+
+    def _start_splits(self) -> None:
+        waiting, self._waiting_splits = self._waiting_splits, []
+        for source, parts in waiting:
+            stage = source.stage
+            primitive = Split(stage.next_id("split"), source.replica, tuple(part.replica for part in parts))
+
+            def split(index: int, parts: list[_Copy] = parts) -> None:
+                for part in parts:
+                    self._complete(part, index)
+
+            if self._start(primitive, (), (), split) is None:
+                stage.counts["split"] -= 1
+                self._waiting_splits.append((source, parts))
+
+    def _destroy(self, copy: _Copy) -> None:
+        primitive = Destroy(copy.stage.next_id("destroy"), copy.replica)
+        self._start(primitive, (copy.made_by, copy.last_use), (), lambda index: self._free(copy, index))
+
+    def _free(self, copy: _Copy, index: int) -> None:
+        for acquisition in copy.blocked:
+            acquisition.releases.append(index)
+            acquisition.missing -= 1
+            if not acquisition.missing:
+                stage = acquisition.copy.stage
+                stage.ready.append(acquisition)
+                self._touched[stage] = None
+
+    def _extend(self, stage: _Stage) -> None:
+        """Give every acquisition that has its slots idle copies of its own to copy from, as many as there are."""
+        postponed: list[_Acquisition] = []
+        while stage.ready and (stage.idle or stage.parked):
+            acquisition = stage.ready.popleft()
+            if not (self._unpark(stage, acquisition) if stage.parked else self._copy(stage, acquisition)):
+                postponed.append(acquisition)
+        stage.ready.extend(postponed)
+        if postponed:
+            self._hungry[stage] = None
+        else:
+            self._hungry.pop(stage, None)
+
+    def _copy(self, stage: _Stage, acquisition: _Acquisition) -> bool:
+        stripes = min(MAX_STRIPES, max(1, len(stage.idle) // (len(stage.ready) + 1)))
+        sources = list(itertools.islice(stage.idle, stripes))
+        target = acquisition.copy
+        primitive = Extend(
+            stage.next_id("extend"), tuple([source.replica for source in sources]), target.replica
+        )
+
+        def copied(index: int) -> None:
+            for source in sources:
+                self._settle(source)
+            self._complete(target, index)
+
+        before = [index for source in sources for index in (source.made_by, source.last_use)]
+        index = self._start(primitive, before, acquisition.releases, copied)
+        if index is None:
+            stage.counts["extend"] -= 1
+            return False
+        stage.unstarted -= 1
+        for source in sources:
+            source.last_use = index
+            del stage.idle[source]
+        return True
+
+    def _unpark(self, stage: _Stage, acquisition: _Acquisition) -> bool:
+        assert stage.parked
+        replica, parked_by = stage.parked
+        target = acquisition.copy
+        primitive = Unpark(stage.next_id("unpark"), replica, target.replica)
+        index = self._start(
+            primitive, (parked_by,), acquisition.releases, lambda index: self._complete(target, index)
+        )
+        if index is None:
+            stage.counts["unpark"] -= 1
+            return False
+        stage.unstarted -= 1
+        stage.parked = None
+        return True
+
+    def _complete(self, copy: _Copy, index: int) -> None:
+        """A copy has come into being."""
+        copy.made_by = index
+        if copy.merging:
+            copy.merging.missing -= 1
+        self._settle(copy)
+
+    def _merge(self, stage: _Stage) -> None:
+        """Merge what is complete and not needed as a source right now."""
+        waiting: list[_Merging] = []
+        for merging in stage.merges:
+            if merging.missing or not all(part in stage.idle for part in merging.parts):
+                waiting.append(merging)
+                continue
+            parts, target = merging.parts, merging.target
+            primitive = Merge(
+                stage.next_id("merge"), tuple([part.replica for part in parts]), target.replica, merging.aligned
+            )
+            before = [index for part in parts for index in (part.made_by, part.last_use)]
+
+            def merged(index: int, target: _Copy = target) -> None:
+                self._complete(target, index)
+
+            if self._start(primitive, before, (), merged) is None:
+                stage.counts["merge"] -= 1
+                self._hungry[stage] = None
+                waiting.append(merging)
+                continue
+            for part in parts:
+                del stage.idle[part]
+        stage.merges = waiting
+
+    # When nothing moves
+
+    def _unfinished(self) -> bool:
+        return bool(self._waiting_splits) or any(stage.unstarted or stage.merges for stage in self._stages)
+
+    def _park(self) -> bool:
+        """Park the last copy, in somebody's way, that is cheapest to park; return whether one could be parked."""
+        memory = self._memory
+        if memory is None or not memory.host_bytes:
+            return False
+        found = [
+            (memory.state_bytes[stage.change.model_stage], stage.order, copy)
+            for stage in self._stages
+            if stage.unstarted
+            for copy in stage.idle
+            if copy.doomed and (copy.blocked or self._book)
+        ]
+        for _, _, copy in sorted(found, key=lambda item: item[:2]):
+            taken = memory.parked(copy.replica)
+            if all(self._host_bytes.get(host, 0) + size <= memory.host_bytes for host, size in taken.items()):
+                for host, size in taken.items():
+                    self._host_bytes[host] = self._host_bytes.get(host, 0) + size
+                self._start_parking(copy)
+                return True
+        return False
+
+    def _start_parking(self, copy: _Copy) -> None:
+        stage = copy.stage
+        del stage.idle[copy]
+
+        def parked(index: int) -> None:
+            stage.parked = (copy.replica, index)
+            self._touched[stage] = None
+            self._free(copy, index)
+
+        primitive = Park(stage.next_id("park"), copy.replica)
+        self._start(primitive, (copy.made_by, copy.last_use), (), parked)
+
+    def _stuck(self) -> Stuck:
+        """Explain who waits for whom: a cycle of last copies, or memory that nobody frees."""
+        waits: dict[_Stage, tuple[_Stage, str]] = {}
+        for stage in self._stages:
+            for acquisition in stage.acquisitions:
+                blocker = next((copy for copy in acquisition.blockers if copy in copy.stage.idle), None)
+                if blocker and acquisition.missing:
+                    why = (
+                        f"{stage.name} waits for slots of {acquisition.copy.replica}, "
+                        f"held by {blocker.replica}, the last copy of {blocker.stage.name}"
+                    )
+                    waits.setdefault(stage, (blocker.stage, why))
+        for first in waits:
+            path: list[_Stage] = []
+            stage = first
+            while stage in waits and stage not in path:
+                path.append(stage)
+                stage = waits[stage][0]
+            if stage in path:
+                return Stuck(tuple(waits[member][1] for member in path[path.index(stage) :]))
+        hungry = [stage.name for stage in self._stages if stage in self._hungry]
+        hungry += [source.stage.name for source, _ in self._waiting_splits]
+        return Stuck(tuple(f"{name} waits for memory that nothing frees" for name in dict.fromkeys(hungry)))
+
+
+def _stage_order(stage: _Stage) -> int:
+    return stage.order
+
+
+def _distinct(copies: Sequence[_Copy]) -> list[_Copy]:
+    """Return the copies that stand in the way of different acquisitions, the least wanted first."""
+    found: dict[frozenset[int], _Copy] = {}
+    for copy in copies:
+        found.setdefault(frozenset(map(id, copy.blocked)), copy)
+    return sorted(found.values(), key=lambda copy: len(copy.blocked))
+
+
+def _opened(chosen: dict[_Stage, _Copy]) -> int:
+    """Count the model-stages that get a copy, one after the other, if each drops its ``chosen`` copy last."""
+    closed = dict(chosen)
+    progress = True
+    while progress:
+        held = set(closed.values())
+        free = [
+            stage for stage in closed if any(held.isdisjoint(item.blockers) for item in stage.acquisitions)
+        ]
+        progress = bool(free)
+        for stage in free:
+            del closed[stage]
+    return len(chosen) - len(closed)
