@@ -10,8 +10,8 @@ loop       a KV-cached torch loop with fused projections, all sequences in locks
 hf         transformers' own ``model.generate``
 vllm       vLLM's CPU build, in process, eager, in its own environment: benchmarks/peers/vllm.sh makes it
 
-Each runs once to warm up and then R times; contestants take turns, so that noise hits all. The median counts. The floor
-is what the FLOPs of a token take at 130 GFLOP/s, which is the measured matmul peak of two cores of the reference machine.
+Each runs once to warm up and then R times; contestants take turns, so that noise hits all. The median counts. The
+floor is what the FLOPs of a token take at 130 GFLOP/s, the measured matmul peak of two cores of the reference machine.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Row:
 
 
 def floor_tokens_per_s(config: LlamaConfig) -> float:
-    """Return the tokens/s at the matmul peak: two FLOPs per weight that is multiplied, and attention at the mean length."""
+    """Return the tokens/s at the matmul peak: two FLOPs per weight that is multiplied; attention at the mean length."""
     heads, kv, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
     projections = hidden * (2 * hidden + 2 * hidden * kv // heads + 3 * config.intermediate_size)
     attention = 2 * hidden * (PROMPT_TOKENS + NEW_TOKENS // 2)
@@ -239,10 +239,11 @@ def measure_vllm(name: str, folder: Path, floor: float, batches: list[int], repe
 
 
 def table(rows: list[Row], threads: int) -> str:
+    rates = {(row.model, row.batch, row.engine): row.tokens_per_s for row in rows}
     lines = [f"tokens/s: prompt {PROMPT_TOKENS}, {NEW_TOKENS} new tokens, float32, {threads} threads"]
     lines.append(f"{'model':>6} {'batch':>5} {'engine':<7} {'tok/s':>8} {'x vllm':>7} {'floor':>9} {'gap':>7}")
     for row in rows:
-        base = next((r.tokens_per_s for r in rows if (r.model, r.batch, r.engine) == (row.model, row.batch, "vllm")), None)
+        base = rates.get((row.model, row.batch, "vllm"))
         rate, ratio, gap = row.note or "-", "-", "-"
         if row.tokens_per_s is not None:
             rate = f"{row.tokens_per_s:.0f}"

@@ -48,9 +48,8 @@ def main() -> None:
     for batch in batches:
         seconds = []
         for _ in range(repeats + 1):
-            prompts = [
-                {"prompt_token_ids": [draw.randrange(5, vocabulary) for _ in range(prompt_tokens)]} for _ in range(batch)
-            ]
+            ids = [[draw.randrange(5, vocabulary) for _ in range(prompt_tokens)] for _ in range(batch)]
+            prompts = [{"prompt_token_ids": prompt} for prompt in ids]
             began = time.perf_counter()
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             seconds.append(time.perf_counter() - began)

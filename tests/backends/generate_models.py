@@ -28,7 +28,9 @@ SHAPE: Shape = shape_of(CONFIG, where="test")
 def tensors(version: int) -> dict[str, Tensor]:
     """Return random weights, others for each version."""
     source = torch.Generator().manual_seed(100 + version)
-    return {name: torch.randn(size, generator=source, dtype=torch.float64) * 0.4 for name, size in SHAPE.tensors.items()}
+    return {
+        name: torch.randn(size, generator=source, dtype=torch.float64) * 0.4 for name, size in SHAPE.tensors.items()
+    }
 
 
 def weights(version: int) -> DecoderWeights:
@@ -41,7 +43,9 @@ def engine(slots: int = 4, capacity: int = 40, version: int = 0) -> GenerateEngi
     return made
 
 
-def request(name: str, prompt: list[int] | None = None, *, group: int = 0, new: int = 10, **more: object) -> SampleRequest:
+def request(
+    name: str, prompt: list[int] | None = None, *, group: int = 0, new: int = 10, **more: object
+) -> SampleRequest:
     prompt = prompt if prompt is not None else [1, 2, 3, 4, 5]
     index = int(name.rpartition("-")[2])
     return SampleRequest(name, np.array(prompt, np.int32), (11, group, index), new, **more)  # type: ignore[arg-type]

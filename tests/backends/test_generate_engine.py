@@ -35,7 +35,9 @@ def various(count: int) -> list[SampleRequest]:
     draw = random.Random(1)
     requests = []
     for number in range(count):
-        prompt = [draw.randrange(32) for _ in range(draw.choice([1, 2, 7, 7, 20]))] if number % 3 else [4, 8, 15, 16, 23]
+        prompt = (
+            [draw.randrange(32) for _ in range(draw.choice([1, 2, 7, 7, 20]))] if number % 3 else [4, 8, 15, 16, 23]
+        )
         temperature, top_p, top_k = draw.choice([(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 0.9, 6)])
         requests.append(
             request(
@@ -171,7 +173,9 @@ def test_keep_goes_on_under_the_new_weights_on_the_old_cache() -> None:
     assert done["g-0"].versions.tolist() == [0] * 5 + [1] * 7
     assert done["g-3"].versions.tolist() == [1] * 15
     fresh = models.logprobs(1, request("g-0").prompt, done["g-0"].tokens).numpy()
-    np.testing.assert_allclose(done["g-3"].logprobs, models.logprobs(1, request("g-3").prompt, done["g-3"].tokens), atol=1e-6)
+    np.testing.assert_allclose(
+        done["g-3"].logprobs, models.logprobs(1, request("g-3").prompt, done["g-3"].tokens), atol=1e-6
+    )
     assert np.abs(done["g-0"].logprobs[5:] - fresh[5:]).max() > 1e-3
     assert engine.counters.prefill_tokens == 8, "once under each version: an old cache is not shared"
 

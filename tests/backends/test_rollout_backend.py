@@ -106,14 +106,18 @@ def test_the_lent_file_may_be_overwritten_after_the_switch(tmp_path: Path) -> No
         async with backend(tmp_path) as rollout:
             source = lend(tmp_path, 1)
             await rollout.switch(source, interrupt="keep")
-            path = Path(source.path)
-            path.write_bytes(b"\x00" * path.stat().st_size)
+            overwrite(source.path)
             completion = await rollout.generate(asked(0))
             np.testing.assert_allclose(
                 completion.logprobs, models.logprobs(1, asked(0).prompt, completion.tokens), atol=1e-6
             )
 
     run(test)
+
+
+def overwrite(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.write(b"\x00" * Path(path).stat().st_size)
 
 
 def changed(source: PullFrom, **changes: Any) -> PullFrom:

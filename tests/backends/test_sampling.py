@@ -20,7 +20,9 @@ def numbers(count: int, seed: int = 0) -> NDArray[np.float64]:
     return uniforms(np.tile(keys, count // 32), np.repeat(np.arange(count // 32), 32))
 
 
-def settings(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, vocabulary: int = 16) -> Controls:
+def settings(
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, vocabulary: int = 16
+) -> Controls:
     return controls(np.full(count, temperature), np.full(count, top_k), np.full(count, top_p), vocabulary, CPU)
 
 
@@ -32,18 +34,19 @@ def test_uniforms_are_uniform() -> None:
 @pytest.mark.parametrize("neighbour", [(0, 0, 1), (0, 1, 0), (1, 0, 0)])
 def test_neighbouring_streams_are_uncorrelated(neighbour: tuple[int, int, int]) -> None:
     positions = np.arange(10000)
-    a, b = (
-        uniforms(np.full(10000, stream_key(seed), np.uint64), positions) for seed in ((0, 0, 0), neighbour)
-    )
+    a, b = (uniforms(np.full(10000, stream_key(seed), np.uint64), positions) for seed in ((0, 0, 0), neighbour))
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.04
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.04
 
 
 def test_stream_keys_are_stable() -> None:
     """Golden: a resumed or upgraded run draws as before."""
-    assert [stream_key(seed) for seed in ((0, 0, 0), (7, 3, 1), (2**63, 1, 2))] == [10891570291429925902, 17193983740152763982, 11087900070127903100]
+    assert [stream_key(seed) for seed in ((0, 0, 0), (7, 3, 1), (2**63, 1, 2))] == [
+        10891570291429925902,
+        17193983740152763982,
+        11087900070127903100,
+    ]
     assert len({stream_key((s, g, i)) for s in range(5) for g in range(40) for i in range(8)}) == 1600
-
 
 
 def exact(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:

@@ -1,15 +1,15 @@
 """How is the next token's distribution computed from weights in Hugging Face names?
 
-Owner: the generation engine. A lean decoder for the Llama family: fused projections, one preallocated key-value cache, and
-one forward per token over all live sequences. Sequences lie in dense slots ``0 .. live - 1``.
+Owner: the generation engine. A lean decoder for the Llama family: fused projections, one preallocated key-value
+cache, and one forward per token over all live sequences. Sequences lie in dense slots ``0 .. live - 1``.
 
-Three rearrangements of the weights at load leave every logit as it was and save work at each token:
-the rows of q, k and v are grouped by key-value head, so that grouped-query attention is one batched product without
-repeating keys; the two halves of each head that RoPE rotates are interleaved, so that a rotation is one complex product;
-keys lie transposed in the cache, as the product with the queries reads them.
+Three rearrangements leave every logit as it was and save work at each token. The rows of q, k and v are grouped by
+key-value head, so that grouped-query attention is one batched product without repeating keys. The two halves of each
+head that RoPE rotates are interleaved, so that a rotation is one complex product. Keys lie transposed in the cache, as
+the product with the queries reads them.
 
-Invariants (tests/backends/test_generate_model.py): logits equal those of transformers for each family, prefill and decode
-alike; a set of weights that is not exactly the expected one is never used.
+Invariants (tests/backends/test_generate_model.py): logits equal those of transformers for each family, prefill and
+decode alike; weights hold no reference to the tensors they were made from.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def shape_of(config: PretrainedConfig, *, where: str) -> Shape:
 
 def _frequencies(config: PretrainedConfig, rope: str, head_dim: int) -> tuple[Tensor, float]:
     if rope != "default":
-        return ROPE_INIT_FUNCTIONS[rope](config)
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope](config)
+        return frequencies, scale
     base = config.rope_parameters["rope_theta"]
     return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
 
@@ -204,10 +205,7 @@ class _Reader:
             qk_norm=qk_norm,
             out=self._projection(f"{prefix}self_attn.o_proj", bias=shape.out_bias),
             mlp_norm=self(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=linear(
-                torch.cat([self(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")]),
-                torch.cat([self(f"{prefix}mlp.{name}_proj.bias") for name in ("gate", "up")]) if shape.mlp_bias else None,
-            ),
+            gate_up=linear(self._gate_up(prefix, "weight"), self._gate_up(prefix, "bias") if shape.mlp_bias else None),
             down=self._projection(f"{prefix}mlp.down_proj", bias=shape.mlp_bias),
         )
 
@@ -219,6 +217,9 @@ class _Reader:
         q, k, v = (x.unflatten(0, heads) for x in (q, k, v))
         return torch.cat([q[:, :, self._pairs], k[:, :, self._pairs], v], dim=1).flatten(0, 2)
 
+    def _gate_up(self, prefix: str, part: str) -> Tensor:
+        return torch.cat([self(f"{prefix}mlp.{name}_proj.{part}") for name in ("gate", "up")])
+
     def _projection(self, name: str, *, bias: bool) -> Linear:
         return linear(self(f"{name}.weight"), self(f"{name}.bias") if bias else None)
 
@@ -226,8 +227,8 @@ class _Reader:
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return ``x -> x @ weight.T + bias`` in the fastest form for this device and dtype.
 
-    On CPUs in float32 the weight is packed once for oneDNN: it reads packed weights up to twice as fast as F.linear, whose
-    BLAS repacks them at each call and on some processors uses narrower instructions.
+    On CPUs in float32 the weight is packed once for oneDNN, which is up to twice as fast as F.linear: BLAS packs at
+    each call and on some processors uses narrower instructions.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -258,11 +259,12 @@ class Decoder:
             self._mask = torch.full((slots * kv, 1, capacity), -torch.inf, device=device, dtype=dtype)
             self._rows = torch.arange(slots * kv, device=device)
             self._slot_of_row = self._rows // kv
+            self._epsilon = torch.tensor(shape.epsilon, device=device, dtype=dtype)
             self._turns = _turns(shape, capacity, device, dtype)
 
     def cache_bytes(self) -> int:
         """Return the size of the cache."""
-        return 2 * self._keys.numel() * self._keys.element_size()
+        return 2 * int(self._keys.nbytes)
 
     def set_lengths(self, slots: Tensor, lengths: Tensor) -> None:
         """Let ``slots`` attend to their first ``lengths`` cached tokens."""
@@ -345,12 +347,21 @@ class Decoder:
         return layer.down(F.silu(gate).mul_(up)).add_(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.shape.epsilon)
+        return self._scale_to_unit(x).mul_(weight)
+
+    def _scale_to_unit(self, x: Tensor) -> Tensor:
+        """Divide by the root mean square over the last dimension: RMSNorm without its weight."""
+        size = x.shape[-1]
+        if x.dtype not in (torch.float32, torch.float64):
+            return F.rms_norm(x, (size,), None, self.shape.epsilon)
+        # Four operations; on CPUs F.rms_norm is made of twelve.
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return x * torch.addcmul(self._epsilon, norm, norm, value=1 / size).rsqrt_()
 
     def _rotate(self, qk: Tensor, norm: Tensor | None, turns: Tensor) -> Tensor:
         """Apply q_norm and k_norm, if there are any, and RoPE."""
         if norm is not None:
-            qk = F.rms_norm(qk, qk.shape[-1:], None, self.shape.epsilon).mul_(norm)
+            qk = self._scale_to_unit(qk).mul_(norm)
         real = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
         torch.view_as_complex(real.unflatten(-1, (-1, 2))).mul_(turns)
         return real.to(qk.dtype)

@@ -1,13 +1,13 @@
 """How are many completions drawn at once?
 
-Owner: the rollout backend. Continuous batching: one forward per token over all live sequences, which lie in dense slots of
-a preallocated cache. A prompt is prefilled once, without its last token, and its cache copied to the other samples of its
-group; the last token is fed by the next decode step, like any other. Bookkeeping is in arrays over slots; per step one
-small transfer brings tokens and log-probabilities to the host.
+Owner: the rollout backend. Continuous batching: one forward per token over all live sequences, which lie in dense
+slots of a preallocated cache. A prompt is prefilled once, without its last token, and its cache copied to the other
+samples of its group; the last token is fed by the next decode step, like any other. Bookkeeping is in arrays over
+slots; per step one small transfer brings tokens and log-probabilities to the host.
 
-Invariants (tests/backends/test_generate_engine.py): a completion depends on its request and the weights only; every token
-carries the version that drew it; a cache computed under old weights is never given to a new sequence; new weights take
-effect between two steps, whole.
+Invariants (tests/backends/test_generate_engine.py): a completion depends on its request and the weights only; every
+token carries the version that drew it; a cache computed under old weights is never given to a new sequence; new
+weights take effect between two steps, whole.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class _Slots:
 
     def completion(self, slot: int, finish: Finish) -> Completion:
         request, count = self.request(slot), self.count[slot]
-        tokens, logprobs, versions = (a[slot, :count].copy() for a in (self.tokens, self.logprobs, self.versions))
-        return Completion(request.id, tokens, logprobs, versions, finish)
+        drawn = slice(0, count)
+        logprobs, versions = self.logprobs[slot, drawn].copy(), self.versions[slot, drawn].copy()
+        return Completion(request.id, self.tokens[slot, drawn].copy(), logprobs, versions, finish)
 
     def request(self, slot: int) -> SampleRequest:
         request = self.requests[slot]
@@ -210,15 +211,15 @@ class GenerateEngine:
                 self._prefill(list(range(self._live)))
         return self._live
 
-    @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Switch if due, admit what fits, draw one token for every live sequence; return what is finished."""
         self.switch_if_due()
         if self.version == NO_VERSION and self._waiting:
             raise TransitionError("the engine has no weights: switch to a version before generating")
-        if self._offer is None and self._waiting and self._live < self._max_live:
-            self._admit()
-        return self._decode() if self._live else []
+        with torch.inference_mode():
+            if self._offer is None and self._waiting and self._live < self._max_live:
+                self._admit()
+            return self._decode() if self._live else []
 
     def _admit(self) -> None:
         slots, first = self._slots, self._live
@@ -286,7 +287,7 @@ class GenerateEngine:
         positions.add_(1)
         tokens, logprobs = torch.stack((drawn.double(), drawn_logprobs.double())).cpu().numpy()
         if not np.isfinite(logprobs).all():
-            broken = [slots.request(slot).id for slot in np.flatnonzero(~np.isfinite(logprobs))]
+            broken = [slots.request(slot).id for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist()]
             raise TransitionError(f"logits of version {self.version} are not finite for {', '.join(broken[:4])}")
         slots.tokens[rows, slots.count[:live]] = tokens
         slots.logprobs[rows, slots.count[:live]] = logprobs

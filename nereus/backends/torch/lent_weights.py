@@ -3,12 +3,13 @@
 Owner: the rollout backend. Names, shapes, dtypes, places and the checksum are verified before anything is used; then
 everything is copied, so the loan can end.
 
-Invariant (tests/backends/test_rollout_backend_weights.py): a set that differs in a name, a shape or a single bit is refused
+Invariant (tests/backends/test_rollout_backend.py): a set that differs in a name, a shape or a single bit is refused
 with ``TransitionError``.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Collection
 from pathlib import Path
@@ -32,7 +33,6 @@ def load_weights(source: PullFrom, shape: Shape, device: torch.device, dtype: to
     _check_specs(source, shape)
     try:
         with Path(source.path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            # Not only the mapping: every view of it must be gone before it closes.
             return _load(source, memoryview(memory), shape, device, dtype)
     except (OSError, ValueError) as error:
         raise TransitionError(f"version {source.version} cannot be read from {source.path}: {error}") from error
@@ -48,21 +48,15 @@ def _load(
         checksum = tensors_checksum(memory, source.tensors, source.offsets)
         if checksum != source.checksum:
             raise TransitionError(
-                f"version {source.version}: the weights in {source.path} have checksum {checksum}, expected {source.checksum}"
+                f"version {source.version}: {source.path} has checksum {checksum}, expected {source.checksum}"
             )
         lent: dict[str, Tensor] = {}
         for spec in source.tensors:
             start = source.offsets[spec.name]
-            flat = torch.frombuffer(memory, dtype=_DTYPES[spec.dtype], count=_count(spec.shape), offset=start)
+            flat = torch.frombuffer(memory, dtype=_DTYPES[spec.dtype], count=math.prod(spec.shape), offset=start)
             lent[spec.name] = flat.view(spec.shape)
-        weights = DecoderWeights(shape, lent, device, dtype)
-        del flat
-        lent.clear()
-        return weights
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+        # Copies everything: torch does not keep the mapping open, so its views must not outlive this function.
+        return DecoderWeights(shape, lent, device, dtype)
 
 
 def _check_specs(source: PullFrom, shape: Shape) -> None:

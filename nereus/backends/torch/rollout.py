@@ -1,11 +1,11 @@
 """How does an event loop use the built-in generation engine?
 
-Owner: the rollout actor. The engine runs on one thread of its own, which takes commands from a queue between two steps and
-hands results back in one call per step. New weights are verified and copied on a second thread while decoding goes on; the
-engine then switches between two steps.
+Owner: the rollout actor. The engine runs on one thread of its own, which takes commands from a queue between two
+steps and hands results back in one call per step. New weights are verified and copied on a second thread while decoding
+goes on; the engine then switches between two steps.
 
-Invariants (tests/backends/test_rollout_backend.py): a failure of the engine fails every call that waits, and every later
-one; weights that do not fit leave the old version in service; no call outlives ``close``.
+Invariants (tests/backends/test_rollout_backend.py): a failure of the engine fails every call that waits, and every
+later one; weights that do not fit leave the old version in service; no call outlives ``close``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -101,10 +102,11 @@ class TorchRollout:
         """
         self._check_alive()
         async with self._switching:
-            load = (load_weights, source, self._shape, self._device, self._dtype)
-            weights = await self._loop.run_in_executor(self._loader, *load)
+            load = partial(load_weights, source, self._shape, self._device, self._dtype)
+            weights = await self._loop.run_in_executor(self._loader, load)
             self._check_alive()
-            switched = self._switched = self._loop.create_future()
+            switched: asyncio.Future[int] = self._loop.create_future()
+            self._switched = switched
             self._commands.put(lambda engine: engine.offer(weights, source.version, interrupt))
             return await switched
 
@@ -152,7 +154,7 @@ class TorchRollout:
                 self._busy_s += time.perf_counter() - began
                 if finished:
                     self._loop.call_soon_threadsafe(self._deliver, finished)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  Whatever it is, those who wait must hear of it.
             failure = TransitionError(f"the generation engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._loop.call_soon_threadsafe(self._fail, failure)

@@ -1,9 +1,9 @@
 """Which token comes next, and how probable was it?
 
-Owner: the generation engine. Tokens are drawn by inverting the cumulative distribution in vocabulary order at one uniform
-number, which is a hash of (run seed, group, index, position) and of nothing else: a completion depends neither on the
-place it is drawn at nor on what else is in the batch. The log-probability is that of the distribution drawn from: softmax
-of logits / temperature, renormalized over what top-k, then top-p, leave.
+Owner: the generation engine. Tokens are drawn by inverting the cumulative distribution in vocabulary order at one
+uniform number, which is a hash of (run seed, group, index, position) and of nothing else: a completion depends neither
+on the place it is drawn at nor on what else is in the batch. The log-probability is that of the distribution drawn
+from: softmax of logits / temperature, renormalized over what top-k, then top-p, leave.
 
 Invariants (tests/backends/test_sampling.py): draws follow the exact distribution; a token outside the support is never
 drawn; equal streams give equal tokens in any batch.
@@ -25,7 +25,7 @@ _UINT64 = (1 << 64) - 1
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finalize as splitmix64 does: a bijection of 64 bits in which each input bit flips each output bit half the time."""
+    """Finalize as splitmix64 does: a bijection of 64 bits in which an input bit flips each output bit half the time."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
@@ -42,8 +42,7 @@ def stream_key(seed: tuple[int, int, int]) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return number ``positions[i]`` of stream ``keys[i]``: in [0, 1), 53 random bits."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    scaled: NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53
-    return scaled
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class Controls(NamedTuple):
@@ -85,8 +84,8 @@ def draw(logits: Tensor, numbers: NDArray[np.float64], how: Controls) -> tuple[T
     probabilities = torch.softmax(logits, -1)
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:]
-    # As many bits as the dtype holds, truncated: then number * total < total also after rounding, and the first sum above
-    # it belongs to a token of positive probability.
+    # As many bits as the dtype holds, truncated: then number * total < total also after rounding, and the first sum
+    # above it belongs to a token of positive probability.
     bits = 24 if logits.dtype == torch.float32 else 53
     number = torch.from_numpy(np.floor(numbers * 2.0**bits) * 2.0**-bits).to(logits.device, logits.dtype)
     tokens = torch.searchsorted(cumulative, number.unsqueeze(1) * total, right=True)
