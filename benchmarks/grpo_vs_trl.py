@@ -3,9 +3,9 @@
     python benchmarks/grpo_vs_trl.py [--json] [--steps N]
 
 A random Llama (4 layers, hidden 128, vocabulary 512) that this script makes; 8 prompts x 8 completions of exactly 64
-tokens a step; float32; the same reward. TRL runs in its own environment (benchmarks/peers/trl.sh makes it), generation and
-training in turn, on two threads. Nereus runs the whole of itself: supervisor, one rollout unit, one trainer, relay,
-reward service, each slot with one thread. The median of the steps after the first five counts.
+tokens a step; float32; the same reward. TRL runs in its own environment (benchmarks/peers/trl.sh makes it), generation
+and training in turn, on two threads. Nereus runs the whole of itself: supervisor, one rollout unit, one trainer,
+relay, reward service, each slot with one thread. The median of the steps after the first five counts.
 
 The floor is arithmetic alone: 2 FLOPs a parameter and token to generate, 6 to train, at the machine's own matmul peak,
 which is measured here. What is above it is overhead; the two parts are given apart.
@@ -71,7 +71,7 @@ def digits(completions, **columns):
 
 
 def make_model(folder: Path, *, eos: bool) -> int:
-    """Write the random model with a BPE tokenizer; without ``eos`` completions never end early. Return its parameters."""
+    """Write the random model and a BPE tokenizer, return its size; without ``eos`` no completion ends early."""
     corpus = [f"{a} + {b} = {a + b}. the answer is {a + b} ." for a in range(0, 200, 3) for b in range(0, 200, 7)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

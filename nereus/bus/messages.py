@@ -186,8 +186,8 @@ class Sample(Struct, frozen=True, forbid_unknown_fields=True):
 class Group(_Message, frozen=True, tag=True):
     """Rollout -> collector, on the sample plane; four raw frames ride beside it.
 
-    Frames: prompt tokens int32 ``[prompt_tokens]``; completion tokens int32, logprobs float32 and policy versions int32,
-    each ``[sum of sample.tokens]``, samples one after the other.
+    Frames: prompt tokens int32 ``[prompt_tokens]``; completion tokens int32, logprobs float32 and policy versions
+    int32, each ``[sum of sample.tokens]``, samples one after the other.
     """
 
     group: Count
@@ -341,7 +341,7 @@ class VersionReady(_Message, frozen=True, tag=True):
 
 
 class Switch(_Message, frozen=True, tag=True):
-    """Supervisor -> rollout: version ``version`` can be pulled; switch between two decode steps, then say WeightsLive."""
+    """Supervisor -> rollout: ``version`` can be pulled; switch between two decode steps, then say WeightsLive."""
 
     version: Count
 
@@ -385,7 +385,7 @@ class WeightsLive(_Message, frozen=True, tag=True):
 
 
 class Save(_Message, frozen=True, tag=True):
-    """Supervisor -> every trainer slot: write your share of the state after ``step`` into ``folder`` (not yet visible)."""
+    """Supervisor -> every trainer slot: write your share of the state after ``step`` into ``folder``."""
 
     step: Count
     folder: Name
@@ -403,7 +403,7 @@ class Saved(_Message, frozen=True, tag=True):
 
 
 class SaveFailed(_Message, frozen=True, tag=True):
-    """Trainer slot -> supervisor: my share could not be written (a full disk); my state is untouched, training can go on."""
+    """Trainer slot -> supervisor: my share could not be written (a full disk); training can go on."""
 
     step: Count
     reason: Text

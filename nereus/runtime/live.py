@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -24,37 +23,29 @@ from nereus.actors.names import SUPERVISOR
 from nereus.algo.sampler import Cursor
 from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
-from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Plan
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime import journal as record
 from nereus.runtime.checkpoints import MODEL_SUFFIXES, CheckpointStore
 from nereus.runtime.dataset import Dataset, open_dataset
-from nereus.runtime.display import Display, StepView, WorkerView, make_display
-from nereus.runtime.fleet import Fleet, State, Worker
+from nereus.runtime.display import Display, make_display
+from nereus.runtime.fleet import Fleet
 from nereus.runtime.folder import RunFolder
 from nereus.runtime.folder import State as FolderState
 from nereus.runtime.journal import Journal, read_journal, replay
 from nereus.runtime.logs import configure_logs
-from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
+from nereus.runtime.metrics import read_metrics
+from nereus.runtime.observer import RunObserver
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.summary import Summary, summarize
-from nereus.runtime.supervisor import Launcher, LeftAtOnce, Origin, Outcome, Supervisor
+from nereus.runtime.supervisor import Supervisor
+from nereus.runtime.surroundings import Launcher, LeftAtOnce, Origin, Outcome
 from nereus.runtime.wire import Wire, store_config
 
 STORE_START_TIMEOUT_S = 120.0
 EXIT_LEFT_AT_ONCE = 130
-STATES = {
-    State.STARTING: "starting",
-    State.JOINED: "starting",
-    State.BUILDING: "loading",
-    State.READY: "ready",
-    State.LIVE: "generating",
-    State.GONE: "lost",
-}
-
 log = structlog.get_logger()
 
 
@@ -164,7 +155,7 @@ class _Assembly:
             services = LocalProcesses(folder.logs, processes.exits)
             stack.push_async_callback(services.stop, grace_s=2.0)
             store = await self._start_store(services, plan)
-            observer = _Observer(config, folder, self._display)
+            observer = RunObserver(config, folder, self._display)
             stack.callback(observer.close)
             supervisor = Supervisor(
                 config,
@@ -349,69 +340,3 @@ class _ExternalLauncher:
 
     async def stop(self, *, grace_s: float) -> None:
         """Workers leave on Shutdown, or when they miss the supervisor."""
-
-
-class _Observer:
-    """Passes what the supervisor reports on to metrics.jsonl, STATUS and the display."""
-
-    def __init__(self, config: JobConfig, folder: RunFolder, display: Display) -> None:
-        self._config = config
-        self._folder = folder
-        self._display = display
-        before = read_metrics(folder.metrics)
-        self._wall_before = before[-1]["wall_s"] if before else 0.0
-        self._began = asyncio.get_running_loop().time()
-        trackers = [lambda: TensorBoard(folder.tensorboard)] if config.track.tensorboard else []
-        self._metrics = MetricsWriter(folder.metrics, trackers)
-
-    def step(self, report: StepReport, metrics: dict[str, float]) -> None:
-        wall_s = self._wall_before + asyncio.get_running_loop().time() - self._began
-        self._metrics.write(report.step, report.version, wall_s, metrics)
-        self._folder.write_status("running", step=report.step + 1, version=report.version + 1)
-        self._display.status("training")
-        get = metrics.get
-        nan = float("nan")
-        self._display.step(
-            StepView(
-                step=report.step + 1,
-                steps=self._config.run.steps,
-                version=report.version + 1,
-                reward=get("reward/mean", nan),
-                reward_std=get("reward/std", nan),
-                response_length=get("response_length/mean", nan),
-                staleness_mean=get("staleness/mean", nan),
-                staleness_max=get("staleness/max", nan),
-                tokens_per_s=get("perf/tokens_per_s", nan),
-                grad_norm=get("optim/grad_norm", nan),
-                step_s=get("timing_s/step", nan),
-                wait_s=get("timing_s/wait_for_batch", nan),
-            )
-        )
-        if get("mismatch/first_step_ratio_error", 0.0) > 1e-3:
-            self._display.event(
-                "the trainer and the sampler disagree on the first, on-policy step (ratio off by "
-                f"{metrics['mismatch/first_step_ratio_error']:.2g}): check temperature, dropout, masks, stale weights",
-                "warning",
-            )
-        if report.skipped:
-            self._display.event(f"step {report.step + 1}: a gradient was not finite; no rank updated", "warning")
-
-    def fleet(self, workers: Iterable[Worker]) -> None:
-        self._display.workers(
-            [
-                WorkerView(
-                    worker=worker.name,
-                    role=worker.emu.id if worker.emu else "reward service",
-                    state=STATES[worker.state],
-                    version=worker.version,
-                    detail=f"{len(worker.running)} groups" if worker.running else "",
-                )
-                for worker in workers
-            ]
-        )
-
-    def note(self, text: str) -> None:
-        self._display.event(text)
-
-    def close(self) -> None:
-        self._metrics.close()

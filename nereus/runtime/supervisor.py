@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 from msgspec import Struct
 
 from nereus.actors.names import RELAY, REWARD
-from nereus.algo.sampler import Cursor, SampleOrder
+from nereus.algo.sampler import SampleOrder
 from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
@@ -54,13 +52,16 @@ from nereus.bus.messages import (
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
-from nereus.errors import CheckpointError, NereusError, PeerLost
+from nereus.errors import CheckpointError, PeerLost
 from nereus.runtime import journal as record
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
+from nereus.runtime.figures import group_figures
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.journal import Journal
 from nereus.runtime.processes import Exited
+from nereus.runtime.saving import Saver
+from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, Outcome, RunFailed
 from nereus.transition.reshard import TensorSpec
 
 MAX_ATTEMPTS = 4
@@ -78,14 +79,6 @@ STALL_S = 60.0
 log = structlog.get_logger()
 
 
-class RunFailed(NereusError):
-    """The run cannot go on; the message is the explanation that the operator gets."""
-
-
-class LeftAtOnce(RunFailed):
-    """The operator did not want to wait for the drain."""
-
-
 class Interrupt(Struct, frozen=True):
     """The operator or the system asks the run to end (first: drain, second: leave now)."""
 
@@ -99,54 +92,8 @@ class Tick(Struct, frozen=True):
 Occurrence = Event | Exited | Interrupt | Tick
 
 
-class Launcher(Protocol):
-    """Starts worker processes and reports their exits."""
-
-    @property
-    def exits(self) -> asyncio.Queue[Exited]: ...
-
-    async def start(self, worker: str) -> int:
-        """Start a process for ``worker`` and return its pid."""
-
-    def kill(self, worker: str) -> None: ...
-
-    async def wait(self, *, timeout_s: float) -> tuple[str, ...]: ...
-
-    async def stop(self, *, grace_s: float) -> None: ...
-
-
-class Observer(Protocol):
-    """Whoever shows the run to people: display, metrics file, STATUS."""
-
-    def step(self, report: StepReport, metrics: dict[str, float]) -> None: ...
-
-    def fleet(self, workers: Iterable[Worker]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class Origin(Struct, frozen=True):
-    """What the run starts from: a model folder, or a committed checkpoint."""
-
-    source: Path
-    """Where trainers load weights (and, from a checkpoint, all other state)."""
-    model: Path
-    """Folder of the model's configuration and tokenizer files, which outlives every checkpoint."""
-    step: int = 0
-    version: int = 0
-    cursor: Cursor = Cursor()
-
-
 def _ref(attempt: GroupAttempt) -> GroupRef:
     return GroupRef(attempt.group, attempt.attempt)
-
-
-class Outcome(Struct, frozen=True):
-    """How a run ended well."""
-
-    reason: str
-    finished: bool
-    """All steps are done; otherwise the run was drained and can be resumed."""
 
 
 class _Training(Struct):
@@ -157,16 +104,6 @@ class _Training(Struct):
     waited_s: float
     report: StepReport | None = None
     done: set[str] = msgspec.field(default_factory=set)
-
-
-class _Saving(Struct):
-    """The checkpoint in flight."""
-
-    step: int
-    version: int
-    cursor: Cursor
-    folder: Path
-    entries: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class Supervisor:
@@ -196,7 +133,6 @@ class Supervisor:
         self._launcher = launcher
         self._journal = journal
         self._dataset = dataset
-        self._checkpoints = checkpoints
         self._observer = observer
         self._fleet = Fleet.of_plan(plan)
         self._order = SampleOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle)
@@ -214,8 +150,13 @@ class Supervisor:
         self._tensors: tuple[TensorSpec, ...] = ()
         self._accepted: dict[int, GroupAccepted] = {}
         self._training: _Training | None = None
-        self._saving: _Saving | None = None
-        self._saved_step = origin.step if origin.step else -1
+        about: dict[str, Any] = {
+            "seed": config.run.seed,
+            "rng": "sample streams are keyed by (run.seed, group, index, position); nothing else draws random numbers",
+            "data": dataset.fingerprint,
+            "plan": msgspec.to_builtins(plan),
+        }
+        self._saver = Saver(checkpoints, origin.model, about, saved_step=origin.step or -1)
         self._draining = ""
         self._outcome: Outcome | None = None
         self._began = self._idle_since = self._progress_at = 0.0
@@ -323,9 +264,7 @@ class Supervisor:
             case Saved(step, _, manifest):
                 await self._on_saved(worker, step, manifest)
             case SaveFailed(step, reason):
-                if self._saving is not None and self._saving.step == step:
-                    self._saving = None
-                    self._checkpoints.abandon(step)
+                if self._saver.abandon(step):
                     self._save_failed(f"{worker.name}: {reason}")
             case Fault(where, reason, fatal):
                 worker.fault = reason
@@ -557,7 +496,15 @@ class Supervisor:
             )
         )
         now = self._now()
-        metrics = {**report.metrics, **self._step_metrics(held, training, now)}
+        metrics = {
+            **report.metrics,
+            **group_figures(held, self._version),
+            "perf/tokens": report.tokens,
+            "timing_s/step": now - self._idle_since,
+            "timing_s/wait_for_batch": training.waited_s,
+            "timing_s/train": now - training.began,
+            "fleet/restarts": self._restarts,
+        }
         self._training, self._idle_since, self._progress_at = None, now, now
         self._step += 1
         self._version += 1
@@ -566,25 +513,6 @@ class Supervisor:
             if worker.state is not State.GONE:
                 await self._send(worker.name, Release(tuple(groups)))
         await self._after_step()
-
-    def _step_metrics(self, held: list[GroupAccepted], training: _Training, now: float) -> dict[str, float]:
-        lags = [self._version - group.version_first for group in held]
-        failures: dict[str, float] = {}
-        for group in held:
-            for kind, count in group.reward_failures.items():
-                failures[f"reward/{kind}"] = failures.get(f"reward/{kind}", 0) + count
-        return {
-            "perf/tokens": training.report.tokens if training.report else 0,
-            "staleness/mean": sum(lags) / len(lags),
-            "staleness/max": max(lags),
-            "timing_s/step": now - self._idle_since,
-            "timing_s/wait_for_batch": training.waited_s,
-            "timing_s/train": now - training.began,
-            "timing_s/generate": sum(group.generate_s for group in held) / len(held),
-            "timing_s/reward": sum(group.reward_s for group in held) / len(held),
-            "fleet/restarts": self._restarts,
-            **failures,
-        }
 
     async def _after_step(self) -> None:
         """Save if it is time, end if it is time, else go on."""
@@ -599,48 +527,25 @@ class Supervisor:
 
     async def _save(self) -> None:
         """Begin a checkpoint of the present step; one that is already saved or being saved is left alone."""
-        if self._saved_step == self._step:
+        if self._saver.saved_step == self._step:
             return self._end_if_due()
-        if self._saving is not None:
+        if self._saver.busy:
             return  # its end brings us here again if the run is to end
-        folder = self._checkpoints.begin(self._step)
-        self._saving = _Saving(self._step, self._version, self._pacer.cursor, folder)
+        folder = self._saver.begin(self._step, self._version, self._pacer.cursor)
         self._journal.append(record.CheckpointBegun(step=self._step, folder=folder.name))
         for trainer in self._fleet.of(POLICY_TRAINING):
             await self._send(trainer.name, Save(self._step, str(folder)))
 
     async def _on_saved(self, worker: Worker, step: int, manifest: bytes) -> None:
-        saving = self._saving
-        if saving is None or saving.step != step:
-            log.warning("share of another checkpoint", worker=worker.name, step=step)
+        shares = self._saver.add(worker.name, step, manifest)
+        if shares < len(self._fleet.of(POLICY_TRAINING)):
             return
-        saving.entries[worker.name] = manifest
-        if len(saving.entries) < len(self._fleet.of(POLICY_TRAINING)):
-            return
-        extra = {
-            "step": saving.step,
-            "version": saving.version,
-            "cursor": msgspec.to_builtins(saving.cursor),
-            "seed": self._config.run.seed,
-            "rng": "sample streams are keyed by (run.seed, group, index, position); nothing else draws random numbers",
-            "data": self._dataset.fingerprint,
-            "plan": msgspec.to_builtins(self._plan),
-        }
-        entries = [saving.entries[name] for name in sorted(saving.entries)]
-        self._saving = None
         try:
-            committed = await asyncio.to_thread(
-                self._checkpoints.commit, saving.step, entries, extra, model=self._origin.model, tensors=self._tensors
-            )
+            committed = await self._saver.commit(self._tensors)
         except CheckpointError as error:
             return self._save_failed(str(error))
-        self._saved_step = saving.step
-        self._journal.append(
-            record.CheckpointCommitted(
-                step=saving.step, version=saving.version, cursor=saving.cursor.frontier, folder=committed.name
-            )
-        )
-        self._observer.note(f"checkpoint of step {saving.step} is on disk")
+        self._journal.append(committed)
+        self._observer.note(f"checkpoint of step {step} is on disk")
         self._end_if_due()
         leaving = bool(self._draining) or self._step >= self._config.run.steps
         if self._outcome is None and leaving and self._training is None:
@@ -654,7 +559,7 @@ class Supervisor:
         self._observer.note(f"a checkpoint failed, training goes on: {reason}")
 
     def _end_if_due(self) -> None:
-        if self._saved_step != self._step or self._training is not None:
+        if self._saver.saved_step != self._step or self._training is not None:
             return
         if self._step >= self._config.run.steps:
             self._outcome = Outcome(f"all {self._step} steps are done", finished=True)

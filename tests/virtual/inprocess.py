@@ -1,6 +1,6 @@
 """How can a whole run live in one process? The real supervisor and the real actors on the in-process bus.
 
-Only devices, rewards and processes are stand-ins (``backends/fake.py``). A worker "process" is a task group that ``kill``
+Only devices, rewards and processes are stand-ins (``backends/fake.py``). A worker "process" is a task that ``kill``
 cancels without a word to anybody.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -31,7 +30,8 @@ from nereus.runtime.fleet import Worker
 from nereus.runtime.journal import Journal
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited
-from nereus.runtime.supervisor import Origin, Outcome, Supervisor
+from nereus.runtime.supervisor import Supervisor
+from nereus.runtime.surroundings import Origin, Outcome
 
 SETTINGS = Settings(heartbeat_s=1.0, liveness_s=5.0)
 

@@ -27,7 +27,7 @@ from nereus.config import (
 )
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.journal import Trained, WorkerGone, plain, read_journal
-from nereus.runtime.supervisor import Origin, Outcome, RunFailed
+from nereus.runtime.surroundings import Origin, Outcome, RunFailed
 from nereus.sim.loop import run_virtual
 
 LIMIT_S = 300.0
@@ -144,7 +144,8 @@ def _origin(folder: Path) -> Origin:
     """Read the newest checkpoint of a virtual run."""
     newest = sorted((folder / "checkpoints").glob("step_????????"))[-1]
     extra = CheckpointStore(newest.parent, keep=1).read(newest)
-    return Origin(newest, model_files(folder), extra["step"], extra["version"], msgspec.convert(extra["cursor"], Cursor))
+    cursor = msgspec.convert(extra["cursor"], Cursor)
+    return Origin(newest, model_files(folder), extra["step"], extra["version"], cursor)
 
 
 @pytest.mark.parametrize("victim_step", [5, 7, 11])
