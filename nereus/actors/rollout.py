@@ -285,6 +285,7 @@ class RolloutActor:
         if not keep or spec.group % max(1, groups // keep):
             return
         row = {
+            "step": spec.group // groups + 1,  # in the sample order; training may take it a step earlier or later
             "group": spec.group,
             "version": int(completions[0].versions[0]),
             "prompt": msgspec.json.decode(spec.prompt),

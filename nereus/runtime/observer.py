@@ -38,7 +38,7 @@ class RunObserver:
 
     def step(self, report: StepReport, metrics: dict[str, float]) -> None:
         wall_s = self._wall_before + asyncio.get_running_loop().time() - self._began
-        self._metrics.write(report.step, report.version, wall_s, metrics)
+        self._metrics.write(report.step + 1, report.version, wall_s, metrics)
         self._folder.write_status("running", step=report.step + 1, version=report.version + 1)
         self._display.status("training")
         get = metrics.get
