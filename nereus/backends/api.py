@@ -59,8 +59,11 @@ class RolloutBackend(Protocol):
         """Draw one completion; calls are batched continuously. Cancelling the call aborts the sequence."""
 
     async def switch(self, source: PullFrom, *, interrupt: Interrupt) -> int:
-        """Take over the weights lent by ``source`` between two decode steps, verify them, and return how many sequences
-        were in flight. Raises ``TransitionError`` and keeps serving the old version if names, shapes or checksums differ."""
+        """Take over the weights lent by ``source`` between two decode steps; return how many sequences were in flight.
+
+        The weights are verified first: ``TransitionError`` if names, shapes or checksums differ, and the old version is
+        served on.
+        """
 
     @property
     def version(self) -> PolicyVersion: ...
@@ -100,7 +103,7 @@ class TrainerBackend(Protocol):
         """Join the process groups of ``plan`` (all units of policy.training) as ``slot``."""
 
     def load(self, source: Path) -> int:
-        """Load a model folder (returns step 0) or a committed checkpoint (returns its step), only this slot's pieces."""
+        """Load this slot's pieces of a model folder (returns step 0) or of a committed checkpoint (its step)."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from nereus.algo.sampler import SampleOrder
 from nereus.backends.api import Completion, Interrupt, SampleRequest, TrainBatch
+from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.bus.endpoint import Delivery, PeerGone
 from nereus.bus.messages import Message, PullFrom, Refused, Score, Scored, StepReport
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
-from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.errors import CheckpointError, TransitionError
 from nereus.transition.checksum import piece_checksum, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, piece_of, publication

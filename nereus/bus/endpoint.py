@@ -93,9 +93,7 @@ class Endpoint(Protocol):
         Frames are not copied: they must not change until they are acknowledged.
         """
 
-    async def request(
-        self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_s: float
-    ) -> Message:
+    async def request(self, peer: str, message: Message, frames: Sequence[Buffer] = (), *, timeout_s: float) -> Message:
         """Send and wait for the reply. Raises ``PeerLost``, ``Fenced``, ``ProtocolError`` (on ``Refused``) or
         ``TimeoutError`` that names the peer and the message."""
 

@@ -4,7 +4,7 @@ Owner: the supervisor, which imports no torch and therefore starts this beside i
 ``python -m nereus.backends.torch.store --host 127.0.0.1 --port 0`` prints one JSON line ``{"host": ..., "port": ...}``
 and serves until its parent ends or it gets SIGTERM.
 
-Invariants (tests/backends/test_groups_store.py): it listens on the given host only (torch's own store listens on all
+Invariants (tests/backends/test_groups.py): it listens on the given host only (torch's own store listens on all
 interfaces, so it is handed a socket that is already bound); it dies with its parent.
 """
 
