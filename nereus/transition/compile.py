@@ -15,9 +15,10 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from nereus.core.plan import ModelStage, Plan, SlotId
-from nereus.transition.diff import StageDiff, diff
+from nereus.transition.diff import Merging, StageDiff, diff
 from nereus.transition.ledger import groups_of, growth_bytes, release_bytes
 from nereus.transition.primitive import (
     Destroy,
@@ -43,15 +44,11 @@ _CHOICES = 256
 
 def nominal_seconds(primitive: Primitive) -> float:
     """Return a duration without units for planning without a price: copies dominate, stripes share the work."""
-    match primitive:
-        case Extend(sources=sources):
-            return 1.0 / len(sources)
-        case Split() | Park() | Unpark():
-            return 0.5
-        case Merge(aligned=aligned):
-            return 0.1 if aligned else 0.5
-        case Destroy():
-            return 0.01
+    if isinstance(primitive, Extend):
+        return 1.0 / len(primitive.sources)
+    if isinstance(primitive, Destroy):
+        return 0.01
+    return 0.1 if isinstance(primitive, Merge) and primitive.aligned else 0.5
 
 
 def compile_transition(
@@ -101,13 +98,14 @@ class _Acquisition:
 
 
 class _Merging:
-    __slots__ = ("aligned", "missing", "parts", "target")
+    """Parts that become one replica once none of them is ``missing``."""
 
-    def __init__(self, parts: list[_Copy], target: _Copy, aligned: bool) -> None:
+    __slots__ = ("change", "missing", "parts")
+
+    def __init__(self, parts: list[_Copy], change: Merging, missing: int) -> None:
         self.parts = parts
-        self.target = target
-        self.aligned = aligned
-        self.missing = 0
+        self.change = change
+        self.missing = missing
         for part in parts:
             part.merging = self
 
@@ -118,7 +116,6 @@ class _Stage:
     __slots__ = (
         "acquisitions",
         "change",
-        "counts",
         "dropped",
         "groups",
         "idle",
@@ -138,7 +135,6 @@ class _Stage:
         self.change = change
         self.name = str(change.model_stage)
         self.groups = groups
-        self.counts: dict[str, int] = {}
         self.idle: dict[_Copy, None] = {}
         """Complete copies that could send now."""
         self.splits: list[tuple[_Copy, list[_Copy]]] = []
@@ -159,32 +155,27 @@ class _Stage:
     def _fill(self, change: StageDiff) -> None:
         for replica in change.stays:
             self.idle[_Copy(replica, self)] = None
-        parts: dict[Replica, _Copy] = {}
+        parts: dict[tuple[SlotId, ...], _Copy] = {}
         for replica in change.kept:
-            parts[replica] = copy = _Copy(replica, self)
+            parts[replica.slots] = copy = _Copy(replica, self)
             self.idle[copy] = None
         for splitting in change.splittings:
             made = [_Copy(replica, self) for replica in splitting.kept]
-            parts.update(zip(splitting.kept, made, strict=True))
+            for part in made:
+                parts[part.replica.slots] = part
             lost = [_Copy(replica, self, doomed=True) for replica in splitting.dropped]
             self.lost += lost
             self.splits.append((_Copy(splitting.source, self), made + lost))
-        self.dropped += [_Copy(replica, self, doomed=True) for replica in change.dropped]
+        self.dropped = [_Copy(replica, self, doomed=True) for replica in change.dropped]
         self.rescued = bool(self.idle or self.splits)
         for merging in change.mergings:
             new = [_Copy(replica, self) for replica in merging.extended]
             self.acquisitions += map(_Acquisition, new)
-            joined = [parts[replica] for replica in merging.resident] + new
-            self.merges.append(_Merging(joined, _Copy(merging.target, self), merging.aligned))
-        for merge in self.merges:
-            merge.missing = sum(part not in self.idle for part in merge.parts)
+            resident = [parts[replica.slots] for replica in merging.resident]
+            missing = len(new) + (len(resident) if self.splits else 0)
+            self.merges.append(_Merging(resident + new, merging, missing))
         self.acquisitions += [_Acquisition(_Copy(replica, self)) for replica in change.extended]
         self.unstarted = len(self.acquisitions)
-
-    def next_id(self, kind: str) -> str:
-        number = self.counts.get(kind, 0)
-        self.counts[kind] = number + 1
-        return f"{self.name}/{kind}-{number}"
 
 
 class _MemoryBook:
@@ -251,7 +242,7 @@ class _Compiler:
         self._local: list[tuple[int, ...]] = []
         self._resource: list[tuple[int, ...]] = []
         self._now = 0.0
-        self._running: list[tuple[float, int, Callable[[int], None]]] = []
+        self._running: list[tuple[float, int, Callable[[Any, int], None], object]] = []
         self._waiting_splits: list[tuple[_Copy, list[_Copy]]] = []
         self._hungry: dict[_Stage, None] = {}
         """Model-stages that wait for memory."""
@@ -293,9 +284,11 @@ class _Compiler:
         largest: dict[int, int] = {}
         for stage in self._stages:
             change = stage.change
-            held = [*change.stays[:1], *change.dropped[:1], *change.extended[:1], *change.kept[:1]]
-            held += [replica for splitting in change.splittings[:1] for replica in (splitting.source, *splitting.kept[:1])]
-            held += [replica for merging in change.mergings[:1] for replica in (merging.target, *merging.extended[:1])]
+            held = [*change.stays[:1], *change.kept[:1], *change.dropped[:1], *change.extended[:1]]
+            for splitting in change.splittings[:1]:
+                held += [splitting.source, splitting.kept[0]]
+            for merging in change.mergings[:1]:
+                held += [merging.target, *merging.extended[:1]]
             sizes = [memory.footprint(change.model_stage, replica.layout) for replica in held]
             size = max(sizes, default=0)
             if any(not merging.aligned for merging in change.mergings):
@@ -372,20 +365,22 @@ class _Compiler:
 
     def _advance(self) -> None:
         """Go to the next moment at which something ends, and let everything end that ends then."""
-        self._now = self._running[0][0]
-        while self._running and self._running[0][0] <= self._now:
-            _, index, then = heapq.heappop(self._running)
+        running = self._running
+        now = self._now = running[0][0]
+        while running and running[0][0] <= now:
+            _, index, then, subject = heapq.heappop(running)
             if self._book and self._book.release(index, self._primitives[index]):
                 self._touched.update(self._hungry)
                 self._start_splits()
-            then(index)
+            then(subject, index)
 
     def _dispatch(self) -> None:
         """Start what can start, model-stage by model-stage in stage order."""
         touched, self._touched = self._touched, {}
         for stage in sorted(touched, key=_stage_order):
-            self._extend(stage)
-            if not stage.ready or stage in self._hungry:
+            if stage.ready:
+                self._extend(stage)
+            if stage.merges and (not stage.ready or stage in self._hungry):
                 self._merge(stage)
             if not stage.unstarted:
                 for copy in [copy for copy in stage.idle if copy.doomed]:
@@ -396,40 +391,41 @@ class _Compiler:
         self,
         primitive: Primitive,
         local: Iterable[int],
-        resource: Iterable[int],
-        then: Callable[[int], None],
-    ) -> int | None:
-        """Note ``primitive`` and run it; None, and nothing noted, if there is no memory for it now."""
+        resource: Sequence[int],
+        then: Callable[[Any, int], None],
+        subject: object,
+    ) -> bool:
+        """Note ``primitive`` and run it, then call ``then(subject, index)``; False: there is no memory for it now."""
         if self._book:
             follows = self._book.take(primitive)
             if follows is None:
-                return None
-            resource = follows.union(resource)
+                return False
+            resource = sorted(follows.union(resource))
         index = len(self._primitives)
         self._primitives.append(primitive)
-        before = tuple(sorted({i for i in local if i >= 0}))
-        self._local.append(before)
-        self._resource.append(tuple(sorted({*resource}.difference(before))))
-        heapq.heappush(self._running, (self._now + self._seconds(primitive), index, then))
-        return index
+        self._local.append(tuple({i for i in local if i >= 0}))
+        self._resource.append(tuple(resource))
+        heapq.heappush(self._running, (self._now + self._seconds(primitive), index, then, subject))
+        return True
+
+    def _next_id(self, stage: _Stage, kind: str) -> str:
+        return f"{stage.name}/{kind}-{len(self._primitives)}"
 
     def _start_splits(self) -> None:
         waiting, self._waiting_splits = self._waiting_splits, []
         for source, parts in waiting:
-            stage = source.stage
-            primitive = Split(stage.next_id("split"), source.replica, tuple(part.replica for part in parts))
-
-            def split(index: int, parts: list[_Copy] = parts) -> None:
-                for part in parts:
-                    self._complete(part, index)
-
-            if self._start(primitive, (), (), split) is None:
-                stage.counts["split"] -= 1
+            replicas = tuple([part.replica for part in parts])
+            primitive = Split(self._next_id(source.stage, "split"), source.replica, replicas)
+            if not self._start(primitive, (), (), self._splitted, parts):
                 self._waiting_splits.append((source, parts))
 
+    def _splitted(self, parts: list[_Copy], index: int) -> None:
+        for part in parts:
+            self._complete(part, index)
+
     def _destroy(self, copy: _Copy) -> None:
-        primitive = Destroy(copy.stage.next_id("destroy"), copy.replica)
-        self._start(primitive, (copy.made_by, copy.last_use), (), lambda index: self._free(copy, index))
+        primitive = Destroy(self._next_id(copy.stage, "destroy"), copy.replica)
+        self._start(primitive, (copy.made_by, copy.last_use), (), self._free, copy)
 
     def _free(self, copy: _Copy, index: int) -> None:
         for acquisition in copy.blocked:
@@ -454,22 +450,16 @@ class _Compiler:
             self._hungry.pop(stage, None)
 
     def _copy(self, stage: _Stage, acquisition: _Acquisition) -> bool:
-        stripes = min(MAX_STRIPES, max(1, len(stage.idle) // (len(stage.ready) + 1)))
-        sources = list(itertools.islice(stage.idle, stripes))
-        target = acquisition.copy
-        primitive = Extend(
-            stage.next_id("extend"), tuple([source.replica for source in sources]), target.replica
-        )
-
-        def copied(index: int) -> None:
-            for source in sources:
-                self._settle(source)
-            self._complete(target, index)
-
+        stripes = len(stage.idle) // (len(stage.ready) + 1)
+        if stripes <= 1:
+            sources = [next(iter(stage.idle))]
+        else:
+            sources = list(itertools.islice(stage.idle, min(MAX_STRIPES, stripes)))
+        replicas = tuple([source.replica for source in sources])
+        primitive = Extend(self._next_id(stage, "extend"), replicas, acquisition.copy.replica)
         before = [index for source in sources for index in (source.made_by, source.last_use)]
-        index = self._start(primitive, before, acquisition.releases, copied)
-        if index is None:
-            stage.counts["extend"] -= 1
+        index = len(self._primitives)
+        if not self._start(primitive, before, acquisition.releases, self._copied, (sources, acquisition.copy)):
             return False
         stage.unstarted -= 1
         for source in sources:
@@ -477,16 +467,17 @@ class _Compiler:
             del stage.idle[source]
         return True
 
+    def _copied(self, copies: tuple[list[_Copy], _Copy], index: int) -> None:
+        sources, target = copies
+        for source in sources:
+            self._settle(source)
+        self._complete(target, index)
+
     def _unpark(self, stage: _Stage, acquisition: _Acquisition) -> bool:
         assert stage.parked
         replica, parked_by = stage.parked
-        target = acquisition.copy
-        primitive = Unpark(stage.next_id("unpark"), replica, target.replica)
-        index = self._start(
-            primitive, (parked_by,), acquisition.releases, lambda index: self._complete(target, index)
-        )
-        if index is None:
-            stage.counts["unpark"] -= 1
+        primitive = Unpark(self._next_id(stage, "unpark"), replica, acquisition.copy.replica)
+        if not self._start(primitive, (parked_by,), acquisition.releases, self._complete, acquisition.copy):
             return False
         stage.unstarted -= 1
         stage.parked = None
@@ -502,26 +493,21 @@ class _Compiler:
     def _merge(self, stage: _Stage) -> None:
         """Merge what is complete and not needed as a source right now."""
         waiting: list[_Merging] = []
+        idle = stage.idle
         for merging in stage.merges:
-            if merging.missing or not all(part in stage.idle for part in merging.parts):
+            if merging.missing or not idle.keys() >= set(merging.parts):
                 waiting.append(merging)
                 continue
-            parts, target = merging.parts, merging.target
-            primitive = Merge(
-                stage.next_id("merge"), tuple([part.replica for part in parts]), target.replica, merging.aligned
-            )
-            before = [index for part in parts for index in (part.made_by, part.last_use)]
-
-            def merged(index: int, target: _Copy = target) -> None:
-                self._complete(target, index)
-
-            if self._start(primitive, before, (), merged) is None:
-                stage.counts["merge"] -= 1
+            change = merging.change
+            parts = tuple([part.replica for part in merging.parts])
+            primitive = Merge(self._next_id(stage, "merge"), parts, change.target, change.aligned)
+            before = [index for part in merging.parts for index in (part.made_by, part.last_use)]
+            if not self._start(primitive, before, (), self._complete, _Copy(change.target, stage)):
                 self._hungry[stage] = None
                 waiting.append(merging)
                 continue
-            for part in parts:
-                del stage.idle[part]
+            for part in merging.parts:
+                del idle[part]
         stage.merges = waiting
 
     # When nothing moves
@@ -551,16 +537,14 @@ class _Compiler:
         return False
 
     def _start_parking(self, copy: _Copy) -> None:
-        stage = copy.stage
-        del stage.idle[copy]
+        del copy.stage.idle[copy]
+        primitive = Park(self._next_id(copy.stage, "park"), copy.replica)
+        self._start(primitive, (copy.made_by, copy.last_use), (), self._parked, copy)
 
-        def parked(index: int) -> None:
-            stage.parked = (copy.replica, index)
-            self._touched[stage] = None
-            self._free(copy, index)
-
-        primitive = Park(stage.next_id("park"), copy.replica)
-        self._start(primitive, (copy.made_by, copy.last_use), (), parked)
+    def _parked(self, copy: _Copy, index: int) -> None:
+        copy.stage.parked = (copy.replica, index)
+        self._touched[copy.stage] = None
+        self._free(copy, index)
 
     def _stuck(self) -> Stuck:
         """Explain who waits for whom: a cycle of last copies, or memory that nobody frees."""
@@ -605,9 +589,7 @@ def _opened(chosen: dict[_Stage, _Copy]) -> int:
     progress = True
     while progress:
         held = set(closed.values())
-        free = [
-            stage for stage in closed if any(held.isdisjoint(item.blockers) for item in stage.acquisitions)
-        ]
+        free = [stage for stage in closed if any(held.isdisjoint(item.blockers) for item in stage.acquisitions)]
         progress = bool(free)
         for stage in free:
             del closed[stage]

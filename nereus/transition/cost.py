@@ -2,8 +2,8 @@
 
 A transition is priced by playing its own graph: the seconds of one primitive from bytes over links, communicator set-up
 and copies to host memory; the whole as the time at which the last one ends. Invariants
-(tests/transition/test_makespan.py): the price is the longest path through the graph; more stripes, faster links and less
-state never make a primitive slower.
+(tests/transition/test_makespan.py): the price is the longest path through the graph; more stripes, faster links and
+less state never make a primitive slower.
 """
 
 from __future__ import annotations

@@ -30,7 +30,10 @@ class Splitting(Struct, frozen=True):
 
 
 class Merging(Struct, frozen=True):
-    """``resident`` replicas and ``extended`` ones, still to be made, become ``target``."""
+    """``resident`` replicas and ``extended`` ones, still to be made, become ``target``.
+
+    The resident ones are either all unsplit (``StageDiff.kept``) or all parts of split ones.
+    """
 
     resident: tuple[Replica, ...]
     extended: tuple[Replica, ...]
@@ -74,7 +77,7 @@ def canonical_parts(slots: Slots, layout: Layout, part: Layout) -> tuple[Slots, 
     Position (p, t) of a part takes one slot out of the block of adjacent ranks that the part's shard (p, t) covers: a
     split then gathers inside the smallest enclosing tensor and pipeline groups, and a merge copies nothing.
     """
-    return tuple(pick(slots) for pick in _pickers(layout, part))
+    return tuple([pick(slots) for pick in _pickers(layout, part)])
 
 
 def _by_model_stage(plan: Plan) -> dict[ModelStage, list[Emu]]:
@@ -111,34 +114,40 @@ def _without_splits(
 ) -> StageDiff:
     """Merge whole units that lie inside a wanted unit; make the rest of it, or all of it, anew."""
     owner = _owners(before)
+    old = _replicas(before)
     used: set[int] = set()
     extended: list[Replica] = []
     mergings: list[Merging] = []
     for emu in after:
-        slots = set(emu.slots)
-        inside = [i for i in sorted(set(map(owner.get, emu.slots)) - {None}) if slots.issuperset(before[i].slots)]  # type: ignore[arg-type, type-var, index]
-        target = Replica.of(emu)
+        target = Replica(model_stage, emu.layout, emu.slots)
+        touched = set(map(owner.get, emu.slots))
+        touched.discard(None)
+        inside = _inside(touched, old, set(emu.slots)) if touched else ()
         if not inside:
             extended.append(target)
             continue
-        used.update(inside)  # type: ignore[arg-type]
-        resident = _replicas(before[i] for i in inside)  # type: ignore[index]
+        used.update(inside)
+        resident = tuple([old[i] for i in inside])
         layout = resident[0].layout
-        rest = slots.difference(*(replica.slots for replica in resident))
-        parts = _group([slot for slot in emu.slots if slot in rest], emu, layout)
-        new = tuple(Replica(model_stage, layout, part) for part in parts)
-        aligned = {replica.slots for replica in resident + new} == set(
-            canonical_parts(emu.slots, emu.layout, layout)
-        )
+        taken = {slot for replica in resident for slot in replica.slots}
+        parts = _group([slot for slot in emu.slots if slot not in taken], emu, layout)
+        new = tuple([Replica(model_stage, layout, part) for part in parts])
+        tiles = {replica.slots for replica in resident + new}
+        aligned = tiles.issuperset(canonical_parts(emu.slots, emu.layout, layout))
         mergings.append(Merging(resident, new, target, aligned))
     return StageDiff(
         model_stage,
         stays=stays,
-        kept=_replicas(before[i] for i in sorted(used)),
-        dropped=_replicas(emu for i, emu in enumerate(before) if i not in used),
+        kept=tuple([old[i] for i in sorted(used)]),
+        dropped=tuple([replica for i, replica in enumerate(old) if i not in used]),
         extended=tuple(extended),
         mergings=tuple(mergings),
     )
+
+
+def _inside(touched: Iterable[int | None], old: Sequence[Replica], slots: set[SlotId]) -> list[int]:
+    """Return which of the ``touched`` replicas have all their slots in ``slots``."""
+    return sorted(i for i in touched if i is not None and slots.issuperset(old[i].slots))
 
 
 def _with_splits(model_stage: ModelStage, before: Sequence[Emu], after: Sequence[Emu], common: Layout) -> StageDiff:

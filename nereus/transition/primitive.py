@@ -3,7 +3,8 @@
 Values only: replicas, the primitives that make, move and drop them, the memory they may use, and the graph that orders
 them. A *replica* is one complete copy of a model-stage's state on slots, laid out like an elastic model unit; inside a
 transition it may have a layout that no unit of either plan has. Invariants (tests/transition/test_compile.py): a graph
-lists its primitives in an order that its edges allow, so it is acyclic.
+lists its primitives in an order that its edges allow, so it is acyclic. Replicas and primitives cannot be part of a
+reference cycle, so the garbage collector need not look at them (``gc=False``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId
 PrimitiveId = str
 
 
-class Replica(Struct, frozen=True, order=True):
+class Replica(Struct, frozen=True, order=True, gc=False):
     """One complete copy of a model-stage's state; ``slots`` in the order of ``Layout.coordinates``."""
 
     model_stage: ModelStage
@@ -32,7 +33,7 @@ class Replica(Struct, frozen=True, order=True):
         return f"{self.layout} on {','.join(map(str, self.slots))}"
 
 
-class Split(Struct, frozen=True, tag=True):
+class Split(Struct, frozen=True, tag=True, gc=False):
     """Turn one replica into several of a smaller layout on the same slots: each slot gathers what it lacks."""
 
     id: PrimitiveId
@@ -40,14 +41,14 @@ class Split(Struct, frozen=True, tag=True):
     parts: tuple[Replica, ...]
 
 
-class Destroy(Struct, frozen=True, tag=True):
+class Destroy(Struct, frozen=True, tag=True, gc=False):
     """Drop a redundant replica and release its slots."""
 
     id: PrimitiveId
     replica: Replica
 
 
-class Extend(Struct, frozen=True, tag=True):
+class Extend(Struct, frozen=True, tag=True, gc=False):
     """Make one more replica on free slots; every source sends a stripe of it."""
 
     id: PrimitiveId
@@ -55,7 +56,7 @@ class Extend(Struct, frozen=True, tag=True):
     target: Replica
 
 
-class Merge(Struct, frozen=True, tag=True):
+class Merge(Struct, frozen=True, tag=True, gc=False):
     """Turn the replicas that tile the slots of ``target`` into one; what a slot does not need any more is dropped.
 
     ``aligned``: every slot holds all it needs already, so that nothing is copied (up to layers that pipeline ranks
@@ -68,14 +69,14 @@ class Merge(Struct, frozen=True, tag=True):
     aligned: bool
 
 
-class Park(Struct, frozen=True, tag=True):
+class Park(Struct, frozen=True, tag=True, gc=False):
     """Move the only replica into host memory, each slot's shard to its own host, and release its slots."""
 
     id: PrimitiveId
     replica: Replica
 
 
-class Unpark(Struct, frozen=True, tag=True):
+class Unpark(Struct, frozen=True, tag=True, gc=False):
     """Make a replica on free slots from the one parked in host memory."""
 
     id: PrimitiveId
@@ -114,8 +115,8 @@ def _subject(primitive: Primitive) -> Replica:
 class Memory(Struct, frozen=True):
     """How much state a slot and a host can hold while a plan changes.
 
-    ``state_bytes`` is one whole replica of a model-stage. A slot holds an even share of it, unless ``shard_bytes`` knows
-    the largest share of that layout exactly. ``reserved_bytes`` of a slot are taken by what does not move.
+    ``state_bytes`` is one whole replica of a model-stage. A slot holds an even share of it, unless ``shard_bytes``
+    knows the largest share of that layout exactly. ``reserved_bytes`` of a slot are taken by what does not move.
     ``host_bytes`` per host are free for parked replicas: 0 forbids parking.
     """
 

@@ -1,0 +1,50 @@
+"""Which transition does a planner ask for at each cluster size? The same drift at every size, so that times compare.
+
+Asynchronous PPO with six model-stages of a large model. Responses have become longer: generation takes a quarter more
+of the pool and a wider layout, training goes on in deeper pipelines on fewer slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.transitions.plans import GIB, SLOTS_PER_NODE, Scenario, hosts
+from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId
+from nereus.core.workflow import Algorithm, workflow
+from nereus.transition.primitive import Memory
+
+FLOW = workflow(Algorithm.PPO, asynchronous=True)
+BEFORE = {"generation": Layout(4, 1), "inference": Layout(4, 1), "training": Layout(8, 1)}
+AFTER = {"generation": Layout(8, 1), "inference": Layout(4, 1), "training": Layout(4, 4)}
+
+
+def growth(slots: int, *, capacity_bytes: int = 192 * GIB) -> Scenario:
+    """Return the transition at ``slots`` slots, 32 or more."""
+    state = {member: (280 if member.stage.name == "TRAINING" else 40) * GIB for member in FLOW.model_stages}
+    memory = Memory(capacity_bytes, state, host_bytes=16 * SLOTS_PER_NODE * capacity_bytes, host_of=hosts(slots))
+    return Scenario(_plan(slots, slots // 2, BEFORE, 0), _plan(slots, slots * 5 // 8, AFTER, 1), groups(), memory)
+
+
+def groups() -> tuple[tuple[ModelStage, ...], ...]:
+    return tuple(FLOW.concurrency_groups())
+
+
+def _plan(slots: int, generating: int, layouts: dict[str, Layout], epoch: int) -> Plan:
+    generation, learning = FLOW.sides
+    emus = list(_units(generation[0][0], layouts["generation"], range(generating), epoch))
+    for phase in learning:
+        first = generating
+        share = (slots - generating) // len(phase)
+        for member in phase:
+            layout = layouts[member.stage.name.lower()]
+            emus += _units(member, layout, range(first, first + share), epoch)
+            first += share
+    return Plan(epoch, tuple(emus))
+
+
+def _units(member: ModelStage, layout: Layout, slots: range, epoch: int) -> Iterator[Emu]:
+    if len(slots) < layout.slots:
+        layout = Layout(1 << len(slots).bit_length() - 1, 1)
+    for i in range(len(slots) // layout.slots):
+        taken: tuple[SlotId, ...] = tuple(slots[i * layout.slots : (i + 1) * layout.slots])
+        yield Emu(member, 10_000 * epoch + i, layout, taken)
