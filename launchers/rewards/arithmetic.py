@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
-FORM = 0.1
+FORM = 0.05
 NEAR = 0.1
 
 
