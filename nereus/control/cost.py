@@ -1,10 +1,10 @@
 """How much work is one pass of a model, by operation class, in every layout at once?
 
 Formulas are the field's: 2 FLOPs a weight and token forward, twice that backward; causal attention counts half the
-square; one-forward-one-backward pipelines wait ``(pp - 1) / vp`` micro-batches. Everything broadcasts over a ``Setups``
-of many alternatives, so one call prices a whole list of candidates. Invariants (tests/control/test_cost.py): work scales
-with tokens; recomputation adds one forward pass; more micro-batches shrink the bubble's share; a group inside a node
-uses in-node links only.
+square; one-forward-one-backward pipelines wait ``(pp - 1) / vp`` micro-batches. Everything broadcasts over a
+``Setups`` of many alternatives, so one call prices a whole list of candidates. Invariants
+(tests/control/test_cost.py): work scales with tokens; recomputation adds one forward pass; more micro-batches shrink
+the bubble's share; a group inside a node uses in-node links only.
 """
 
 from __future__ import annotations

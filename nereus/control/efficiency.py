@@ -2,9 +2,9 @@
 
 One efficiency per operation class, never one per shape or plan, so that a plan which never ran is predicted from what
 others taught. Work is written as seconds at efficiency 1, so predicted time is linear in the inverse efficiencies and
-the fit is a robust regression in their logarithms that starts from a prior. Invariants (tests/control/
-test_efficiency.py): without measurements the prior stands; a class that no measurement touches keeps its prior; one
-wild measurement does not move the fit; predictions are kept beside what came true.
+the fit is a robust regression in their logarithms that starts from a prior. Invariants
+(tests/control/test_efficiency.py): without measurements the prior stands; a class that no measurement touches keeps
+its prior; one wild measurement does not move the fit; predictions are kept beside what came true.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def regress(
 
     Offsets belong to groups of rows: ``spread`` (groups, classes + 1) is the prior standard deviation of each group's
     offsets, the last column being one offset for all classes of the group; 0 leaves an offset out. ``members`` (rows,
-    levels) names the groups of each row, whose offsets add up; by default all rows are in group 0. The error of a row is
-    log(predicted / measured), so that long and short steps count alike. Returns an array like ``spread``.
+    levels) names the groups of each row, whose offsets add up; by default all rows are in group 0. The error of a row
+    is log(predicted / measured), so that long and short steps count alike. Returns an array like ``spread``.
     """
     groups = np.zeros((len(measured_s), 1), np.int64) if members is None else members
     offsets, kept = np.zeros_like(spread), np.zeros_like(spread)

@@ -1,0 +1,201 @@
+"""How much memory does one slot need, term by term, and does it fit?
+
+Owner of every term: parameters, masters, gradients, moments, activations, logits, KV cache, workspaces, co-resident
+idle model-stages, and what a transition adds (split replicas, buffers). Bytes are those of the fullest slot of a
+unit. Feasible means predicted x 1.10 <= capacity; measured peaks correct the uncertain terms, never the exact ones.
+Values broadcast over alternatives. Invariants (tests/control/test_memory.py): state falls with tp and pp, activations
+grow with the micro-batch and shrink with recomputation, a calibrated model reproduces the peaks it saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Recompute, Setups, Sharding
+from nereus.control.efficiency import Array
+from nereus.core.shape import ModelShape
+
+MARGIN = 1.10
+
+WORKSPACE_BYTES = 1.5e9
+"""Ours: what an accelerator's driver, libraries and communicators hold before a tensor exists."""
+
+
+class MemoryCalibration(Struct, frozen=True):
+    """What measured peaks taught: a factor on activations and logits, and the workspace of a slot."""
+
+    transient_factor: float = 1.0
+    workspace_bytes: float = WORKSPACE_BYTES
+
+    def refined(self, peaks: Sequence[tuple[float, float, float]]) -> MemoryCalibration:
+        """Return the calibration that explains (state, transient, measured peak) rows in the middle.
+
+        One or two rows move the factor only half way. State is exact and is never scaled; a peak that is below the
+        state leaves the factor at its lower limit.
+        """
+        usable = [(transient, peak - state - self.workspace_bytes) for state, transient, peak in peaks if transient > 0]
+        if not usable:
+            return self
+        middle = median(min(4.0, max(0.25, left / transient)) for transient, left in usable)
+        trust = min(1.0, len(usable) / 4 + 0.25)
+        return replace(self, transient_factor=self.transient_factor * (1 - trust) + middle * trust)
+
+
+class Memory(Struct, frozen=True, eq=False):
+    """Bytes of one slot by purpose, for many alternatives: ``resident`` all the time, ``transient`` while it runs."""
+
+    resident: dict[str, Array]
+    transient: dict[str, Array]
+
+    def resident_bytes(self) -> Array:
+        return np.asarray(sum(self.resident.values()))
+
+    def transient_bytes(self, calibration: MemoryCalibration) -> Array:
+        """Return the calibrated sum, workspace included."""
+        return np.asarray(sum(self.transient.values()) * calibration.transient_factor + calibration.workspace_bytes)
+
+    def table(self, index: int = 0) -> dict[str, float]:
+        """Return the terms of one alternative; zeros are left out."""
+        terms = {**self.resident, **self.transient}
+        sizes = {name: float(np.broadcast_to(term, (index + 1,))[index]) for name, term in _equal_length(terms).items()}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def _equal_length(terms: dict[str, Array]) -> dict[str, Array]:
+    count = max(np.size(term) for term in terms.values())
+    return {name: np.broadcast_to(term, (count,)) for name, term in terms.items()}
+
+
+def weights_per_slot(shape: ModelShape, setups: Setups) -> Array:
+    """Return the parameters of the fullest slot: its decoder layers and, with one pipeline rank, both ends."""
+    layers = np.ceil(shape.layers / setups.pp)
+    per_layer = shape.active_matrix_parameters / setups.tp + 2.0 * shape.hidden
+    ends = shape.embedding_parameters / setups.tp * np.where(setups.pp > 1, 1.0, 1.0 if shape.tied else 2.0)
+    return np.asarray(layers * per_layer + ends)
+
+
+def layer_activations(shape: ModelShape, tp: Array | float, *, sequence_parallel: bool = False) -> Array:
+    """Return the values that one layer keeps per token for its backward pass, attention scores never stored.
+
+    Whole on each rank (cut by sequence parallelism): two residual inputs, two norm outputs, two block outputs. Cut by
+    tp: queries, keys, values and the attention output; the feed-forward's inner activations.
+    """
+    whole = 6.0 * shape.hidden / (tp if sequence_parallel else 1.0)
+    cut = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + (2 + 2 * shape.gated) * shape.intermediate
+    return np.asarray(whole + cut / np.asarray(tp))
+
+
+def training_memory(
+    shape: ModelShape,
+    setups: Setups,
+    tokens: Array | float,
+    micro_batches: Array | float,
+    *,
+    compute_bytes: float = COMPUTE_BYTES,
+    state_bytes: float = STATE_BYTES,
+    sequence_parallel: bool = False,
+    head: bool = True,
+) -> Memory:
+    """Return the memory of a trainer slot whose micro-batches hold ``tokens`` tokens.
+
+    One forward, one backward: the first pipeline rank keeps ``min(pp, micro_batches)`` micro-batches alive, and
+    interleaving keeps a part more. Without recomputation all layers keep all their values; with full recomputation each
+    keeps its input, and one layer at a time is whole.
+    """
+    count = weights_per_slot(shape, setups)
+    shards = setups.dp * setups.cp
+    owned = np.where(setups.sharding == Sharding.NONE, 1.0, shards)
+    held = np.where(setups.sharding == Sharding.PARAMETERS, shards, 1.0)
+    local = np.asarray(tokens) / setups.cp
+    whole = local * layer_activations(shape, setups.tp, sequence_parallel=sequence_parallel) * compute_bytes
+    inputs = local * shape.hidden * compute_bytes / (setups.tp if sequence_parallel else 1.0)
+    layers = np.ceil(shape.layers / setups.pp)
+    interleaved = 1.0 + np.where(setups.vp > 1, (setups.pp - 1.0) / (setups.pp * setups.vp), 0.0)
+    alive = np.minimum(setups.pp, micro_batches) * layers * interleaved
+    full = setups.recompute == Recompute.FULL
+    activations = np.where(full, alive * inputs + whole, alive * whole)
+    masters = count * state_bytes / owned if state_bytes != compute_bytes else 0.0 * count
+    on_last = np.where(setups.pp > 1, 0.5, 1.0) if head else 0.0
+    """The last rank keeps few micro-batches alive, so its logits do not add to the first rank's activations."""
+    return Memory(
+        {
+            "parameters": np.asarray(count * compute_bytes / held),
+            "masters": np.asarray(masters),
+            "gradients": np.asarray(count * state_bytes / held),
+            "moments": np.asarray(2.0 * count * state_bytes / owned),
+        },
+        {
+            "activations": np.asarray(activations),
+            "logits": np.asarray(2.0 * local * shape.vocab / setups.tp * state_bytes * on_last),
+        },
+    )
+
+
+def scoring_memory(
+    shape: ModelShape, setups: Setups, tokens: Array | float, *, compute_bytes: float = COMPUTE_BYTES, head: bool = True
+) -> Memory:
+    """Return the memory of a slot that only computes forward passes over ``tokens`` tokens at a time."""
+    whole = np.asarray(tokens) * layer_activations(shape, setups.tp) * compute_bytes
+    logits = np.asarray(tokens) * shape.vocab / setups.tp * (compute_bytes + STATE_BYTES) * float(head)
+    count = weights_per_slot(shape, setups)
+    return Memory({"parameters": count * compute_bytes}, {"activations": whole, "logits": np.asarray(logits)})
+
+
+def generation_memory(
+    shape: ModelShape,
+    setups: Setups,
+    live: Array | float,
+    cached_tokens: Array | float,
+    prefill_tokens: Array | float,
+    *,
+    compute_bytes: float = COMPUTE_BYTES,
+) -> Memory:
+    """Return the memory of a rollout slot: ``live`` sequences that together cache ``cached_tokens`` tokens."""
+    count = weights_per_slot(shape, setups)
+    layers = np.ceil(shape.layers / setups.pp)
+    cache = np.asarray(cached_tokens) * layers * shape.kv_values_per_token / setups.tp * compute_bytes
+    prefill = np.asarray(prefill_tokens) * layer_activations(shape, setups.tp) * compute_bytes
+    logits = np.asarray(live) * shape.vocab * STATE_BYTES
+    return Memory(
+        {"parameters": count * compute_bytes},
+        {"KV cache": np.asarray(cache), "activations": np.asarray(prefill), "logits": np.asarray(logits)},
+    )
+
+
+def relay_bytes(shape: ModelShape, *, compute_bytes: float = COMPUTE_BYTES) -> float:
+    """Return the host memory of a weight-sync relay: the visible version and the one being written."""
+    return 2.0 * shape.parameters * compute_bytes
+
+
+class SlotLoad(Struct, frozen=True):
+    """Everything on one slot at one moment, in bytes."""
+
+    resident: tuple[float, ...]
+    """Resident bytes of every model-stage on the slot, running or idle."""
+    running: tuple[float, ...] = ()
+    """Transient bytes of the model-stages that run now: at most one of those that take turns."""
+    split_replicas: float = 0.0
+    """Copies that a transition keeps beside their origin until it is destroyed."""
+    buffers: float = 0.0
+    """Send and receive buffers of a transition."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.resident) + sum(self.running) + self.split_replicas + self.buffers
+
+
+def shortfall_bytes(load: SlotLoad, capacity_bytes: float) -> float:
+    """Return how many bytes a slot lacks with the margin counted; 0 or less when it fits."""
+    return load.total * MARGIN - capacity_bytes
+
+
+def transition_load(
+    before: Iterable[float], arriving: Iterable[float], *, split_replicas: float = 0.0, buffers: float = 0.0
+) -> SlotLoad:
+    """Return a slot's load while units move: what is there stays until what arrives is complete."""
+    return SlotLoad((*before, *arriving), (), split_replicas, buffers)
