@@ -4,7 +4,7 @@ Owner: the ``nereus-supervisor`` process. It brings the workers up, grants group
 bound, starts an optimizer step when a batch is complete, announces new weights, keeps checkpoints and the journal, and
 takes the run to a clean, explained end. Every event is handled to its end before the next one: no two decisions race.
 
-Invariants (tests/runtime/test_supervisor.py, tests/live): a group is trained exactly once; staleness never exceeds the
+Invariants (tests/virtual/test_supervisor.py, tests/live): a group is trained exactly once; staleness never exceeds the
 bound; a lost rollout costs only its running groups; every wait is bounded and names what it waits for.
 """
 

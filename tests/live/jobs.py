@@ -74,7 +74,7 @@ class Job:
         ]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def run(self, *words: str, folder: Path | None = None, timeout_s: float = 400.0) -> tuple[int, str]:
+    def run(self, *words: str, folder: Path | None = None, timeout_s: float = 900.0) -> tuple[int, str]:
         """Run the job to its end; return exit code and output."""
         return finish(self.start(*words, folder=folder), timeout_s)
 
@@ -108,7 +108,7 @@ class Job:
         raise AssertionError(f"not in the journal after {timeout_s:g} s")
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 400.0) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 900.0) -> tuple[int, str]:
     """Wait for the end of a run; return exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
