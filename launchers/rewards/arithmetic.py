@@ -1,6 +1,6 @@
 """How right is a number? Graded rewards for the arithmetic jobs: plain functions, as ``[reward] function`` takes them.
 
-The exact answer earns 1. A wrong one earns at most 0.15: a tenth for being a number at all and less than a tenth for
+The exact answer earns 1. A wrong one earns at most 0.1: a twentieth for being a number at all and up to as much for
 being near, so that a group of wrong completions still says which of them is the least wrong.
 """
 

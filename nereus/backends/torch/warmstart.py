@@ -84,6 +84,8 @@ class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What is shown: the answer alone, or (chain_sum only) the total after each further term, up to the answer."""
     answer_noise: Probability = 0.0
     """The chance that a number shown is wrong; in running totals the error is carried on, as by a careless pupil."""
+    noise_after: Probability = 0.0
+    """The share of the steps that comes first and sees no wrong number."""
     steps: NonNegative = 0
     """0: random weights."""
     batch: Positive = 64
@@ -226,20 +228,29 @@ def _make(recipe: Recipe, path: Path, folder: Path, progress: Progress) -> None:
         size = sum(parameter.numel() for parameter in model.parameters())
         progress(f"warm start: a Llama of {size / 1e6:.2f} million parameters from {path}")
         if phase.steps:
-            try:
-                examples = list(demonstrations(phase, phase.rows, phase.seed, phase.answer_noise))
-                held_out = list(demonstrations(phase, phase.held_out_rows, phase.seed + phase.rows, 0.0))
-            except (AssertionError, TypeError, ValueError, KeyError) as error:
-                raise ConfigError(
-                    f"{phase.source} cannot be made: {error}", where=f"{path}: supervised.options",
-                    remedy="see the task's own configuration class in reasoning_gym",
-                ) from error  # fmt: skip
-            _train(model, tokenizer, phase, examples, progress)
+            clean, noisy, held_out = _examples(phase, path)
+            _train(model, tokenizer, phase, clean, noisy, progress)
             for name, greedy in (("greedy", True), ("sampled at temperature 1", False)):
                 accuracy = _accuracy(model, tokenizer, held_out, phase.max_new_tokens, greedy=greedy)
                 progress(f"warm start: {accuracy:.0%} of {len(held_out)} held-out answers are right, {name}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _examples(phase: SupervisedPhase, path: Path) -> tuple[list[Demonstration], ...]:
+    """Return the training rows without and with noise, and the held-out ones."""
+    try:
+        return (
+            list(demonstrations(phase, phase.rows, phase.seed, 0.0)),
+            list(demonstrations(phase, phase.rows, phase.seed, phase.answer_noise)),
+            list(demonstrations(phase, phase.held_out_rows, phase.seed + phase.rows, 0.0)),
+        )
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{phase.source} cannot be made: {error}",
+            where=f"{path}: supervised.options",
+            remedy="see the task's own configuration class in reasoning_gym",
+        ) from error
 
 
 def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
@@ -253,17 +264,19 @@ def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig
 
 def _train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: SupervisedPhase,
-    examples: Sequence[Demonstration], progress: Progress,
+    clean: Sequence[Demonstration], noisy: Sequence[Demonstration], progress: Progress,
 ) -> None:  # fmt: skip
     """Take ``phase.steps`` AdamW steps on the targets' cross-entropy; warm-up, then cosine decay to a tenth."""
-    tokens, labels = _tensors(tokenizer, examples)
+    tokens, labels = _tensors(tokenizer, [*clean, *noisy])
+    first_noisy = 1 + int(phase.noise_after * phase.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, phase))
     draws = torch.Generator().manual_seed(phase.seed)
     started = reported = time.monotonic()
     model.train()
     for step in range(1, phase.steps + 1):
-        rows = torch.randint(len(tokens), (phase.batch,), generator=draws)
+        low, high = (0, len(clean)) if step < first_noisy else (len(clean), len(tokens))
+        rows = torch.randint(low, high, (phase.batch,), generator=draws)
         # Causal attention never looks right, so padding on the right needs no mask.
         hidden = model.model(input_ids=tokens[rows], use_cache=False).last_hidden_state
         wanted = labels[rows]
