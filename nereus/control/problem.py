@@ -16,15 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nereus.control.frontier import Columns, PhaseTable
 from nereus.core.plan import Layout, ModelStage
-
-Columns = np.ndarray[Any, np.dtype[Any]]
 
 MEMORY_MARGIN = (11, 10)
 """Feasible means predicted * 1.10 <= capacity, kept as a ratio of integers so that bytes stay exact."""
@@ -66,7 +65,7 @@ class Member(Struct, frozen=True, dict=True):
     candidates: tuple[Candidate, ...]
 
     @cached_property
-    def columns(self) -> tuple[Columns, Columns, Columns, Columns]:
+    def columns(self) -> Columns:
         """Slots, seconds, resident bytes and transient bytes of the candidates, in their order."""
         count, rows = len(self.candidates), self.candidates
         return (
@@ -77,11 +76,15 @@ class Member(Struct, frozen=True, dict=True):
         )
 
 
-class Phase(Struct, frozen=True):
+class Phase(Struct, frozen=True, dict=True):
     """A concurrency group: its members run beside each other on disjoint slots."""
 
     name: str
     members: tuple[Member, ...]
+
+    @cached_property
+    def table(self) -> PhaseTable:
+        return PhaseTable(tuple(member.columns for member in self.members))
 
 
 Side = tuple[Phase, ...]
@@ -125,7 +128,13 @@ class Problem(Struct, frozen=True):
             return member if chosen is None else Member(member.model_stage, chosen)
 
         sides = tuple(
-            tuple(Phase(phase.name, tuple(map(narrow, phase.members))) for phase in side) for side in self.sides
+            tuple(
+                Phase(phase.name, tuple(map(narrow, phase.members)))
+                if any(member.model_stage in choices for member in phase.members)
+                else phase
+                for phase in side
+            )
+            for side in self.sides
         )
         return replace(self, sides=sides)
 

@@ -9,9 +9,10 @@ How it works:
    phase needs to be done within ``t`` are the sum over its members of the fewest slots among candidates not slower than
    ``t``: one running minimum. So a phase's whole latency-versus-slots frontier costs one sweep, and partitioning slots
    among members needs no search at all.
-2. *Side.* Phases are coupled by memory only. Branch and bound on boxes: an interval for each phase's largest resident
-   bytes and one for the side's largest transient bytes. A box is bounded by its upper corner's frontiers; the box with
-   the least bound comes first; if its choice fits, it is optimal.
+2. *Side.* Phases are coupled by memory only, and memory comes in few classes: every combination of the phases'
+   undominated choices (``frontier``). Where classes are many, branch and bound on boxes: an interval for each phase's
+   largest resident bytes and one for the side's largest transient bytes. A box is bounded by its upper corner; the box
+   with the least bound comes first; if its choice fits, it is optimal.
 3. *Sides.* Concurrent sides: more slots never make a side slower, so the best split lies where the two curves cross: a
    binary search. Sides that wait for each other: every step of the first side's curve.
 """
@@ -19,19 +20,23 @@ How it works:
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
+from nereus.control.frontier import MOST_CELLS, Array, Points
 from nereus.control.problem import (
     Candidate,
-    Columns,
     Infeasible,
     Phase,
     Problem,
     RunnerUp,
+    Side,
     Solution,
     evaluate,
     gib,
@@ -39,6 +44,8 @@ from nereus.control.problem import (
 
 _NEVER = 1 << 40
 """More slots than any pool has: a member without a candidate yet."""
+
+MOST_SUMS = 100_000
 
 
 class _Pick(NamedTuple):
@@ -50,20 +57,25 @@ class _Pick(NamedTuple):
     transient: int
 
 
-class _Choice(NamedTuple):
-    """The fastest choice of one or more sides: one list of picked candidate numbers by member, in order."""
+class _Fit(NamedTuple):
+    """The fastest choice of a side: its latency, each phase's largest resident bytes, the largest transient bytes."""
 
     seconds: float
-    numbers: tuple[int, ...]
+    residents: tuple[int, ...]
+    transient: int
 
 
 class _Curve(Protocol):
     """Latency against slots: falls or stays as slots are added."""
 
-    least: int
+    steps: Array
+    """Ascending numbers of slots between which nothing changes; below the first nothing fits."""
 
-    def best(self, slots: int) -> _Choice | None:
-        """Return the fastest choice within ``slots``, None where nothing fits."""
+    def seconds(self, slots: int) -> float:
+        """Return the least latency within ``slots``, infinite where nothing fits."""
+
+    def numbers(self, slots: int) -> tuple[int, ...]:
+        """Return the candidate numbers, by member, of the fastest choice within ``slots``, which must exist."""
 
 
 class _Sweep:
@@ -77,18 +89,18 @@ class _Sweep:
         self.members = len(counts)
         self.starts = np.cumsum([0, *counts[:-1]]).tolist()
         self.order = order
-        self.seconds: Columns = seconds[order]
-        self.slots: Columns = slots[order]
-        self.resident: Columns = resident[order]
-        self.transient: Columns = transient[order]
+        self.seconds: Array = seconds[order]
+        self.slots: Array = slots[order]
+        self.resident: Array = resident[order]
+        self.transient: Array = transient[order]
         self.least_slots = sum(int(column[0].min()) for column in columns)
         self.least_resident = max(int(column[2].min()) for column in columns)
         self.least_transient = max(int(column[3].min()) for column in columns)
         self.most_resident = int(resident.max())
         self.most_transient = int(transient.max())
         owner = np.repeat(np.arange(self.members), counts)[order]
-        self.needs: Columns = np.where(owner == np.arange(self.members)[:, None], self.slots, _NEVER)
-        self._frontiers: dict[tuple[int, int], tuple[Columns, Columns]] = {}
+        self.needs: Array = np.where(owner == np.arange(self.members)[:, None], self.slots, _NEVER)
+        self._frontiers: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._picks: dict[tuple[int, int, int], _Pick | None] = {}
 
     def pick(self, slots: int, resident: int, transient: int) -> _Pick | None:
@@ -111,7 +123,7 @@ class _Sweep:
         at = list(positions)
         return _Pick(float(self.seconds[end]), positions, int(self.resident[at].max()), int(self.transient[at].max()))
 
-    def _frontier(self, resident: int, transient: int) -> tuple[Columns, Columns]:
+    def _frontier(self, resident: int, transient: int) -> tuple[Array, Array]:
         """Return fewest slots by member, and minus their sum, within each prefix of the sorted candidates."""
         key = (resident, transient)
         if key not in self._frontiers:
@@ -123,26 +135,6 @@ class _Sweep:
             self._frontiers[key] = fewest, falling
         return self._frontiers[key]
 
-    def spread(self, pick: _Pick, slots: int, transient: int) -> tuple[int, ...]:
-        """Return candidate numbers by member: the slowest as picked, the others as fast as the spare slots allow.
-
-        The slowest member is fixed and the rest solved again on what is left, so that a member with slack has more of
-        it: predictions are never perfect. Memory stays within the pick's.
-        """
-        chosen: dict[int, int] = {}
-        allowed = (self.resident <= pick.resident) & (self.transient <= transient)
-        needs = np.where(allowed, self.needs, _NEVER)
-        left = slots
-        rest = list(range(self.members))
-        while rest:
-            fewest = np.minimum.accumulate(needs[rest], axis=1)
-            end = int((-fewest.sum(axis=0)).searchsorted(-left))
-            slowest = next(member for row, member in enumerate(rest) if needs[member, end] == fewest[row, end] < _NEVER)
-            chosen[slowest] = end
-            left -= int(self.slots[end])
-            rest.remove(slowest)
-        return tuple(int(self.order[chosen[member]]) - self.starts[member] for member in range(self.members))
-
 
 class _Box(NamedTuple):
     """Intervals of memory: one for each phase's largest resident bytes, the last for the largest transient bytes."""
@@ -151,21 +143,14 @@ class _Box(NamedTuple):
     high: tuple[int, ...]
 
 
-class _SideCurve:
-    """Phases one after the other on the same slots."""
+class _Boxes:
+    """Branch and bound over the phases of a side, for memory of many classes."""
 
-    def __init__(self, sweeps: list[_Sweep], usable: int) -> None:
-        self.sweeps = sweeps
+    def __init__(self, side: Side, usable: int) -> None:
+        self.sweeps = [_Sweep(phase) for phase in side]
         self.usable = usable
-        self.least = max(sweep.least_slots for sweep in sweeps)
-        self._best: dict[int, _Choice | None] = {}
 
-    def best(self, slots: int) -> _Choice | None:
-        if slots not in self._best:
-            self._best[slots] = self._search(slots)
-        return self._best[slots]
-
-    def _search(self, slots: int) -> _Choice | None:
+    def fit(self, slots: int) -> _Fit | None:
         """Look into the most promising box until a choice fits; split the box at what it uses too much of."""
         low = (
             *(sweep.least_resident for sweep in self.sweeps),
@@ -185,11 +170,10 @@ class _SideCurve:
         push(_Box(low, (self.usable,) * len(low)))
         while heap:
             seconds, _, box, picks = heapq.heappop(heap)
-            used = (*(pick.resident for pick in picks), max(pick.transient for pick in picks))
-            if sum(used) <= self.usable:
-                spread = (sweep.spread(pick, slots, used[-1]) for sweep, pick in zip(self.sweeps, picks, strict=True))
-                return _Choice(seconds, tuple(number for numbers in spread for number in numbers))
-            for half in _halves(box, used):
+            residents, transient = tuple(pick.resident for pick in picks), max(pick.transient for pick in picks)
+            if sum(residents) + transient <= self.usable:
+                return _Fit(seconds, residents, transient)
+            for half in _halves(box, (*residents, transient)):
                 push(half)
         return None
 
@@ -223,69 +207,137 @@ def _halves(box: _Box, used: tuple[int, ...]) -> Iterator[_Box]:
     yield _Box((*box.low[:at], cut + 1, *box.low[at + 1 :]), box.high)
 
 
-class _Beside:
-    """Two sides at the same time on disjoint slots: the slower one counts."""
+class _SideCurve:
+    """Phases one after the other on the same slots: every combination of undominated choices, or boxes."""
 
-    def __init__(self, left: _Curve, right: _Curve) -> None:
-        self.left, self.right = left, right
-        self.least = left.least + right.least
+    def __init__(self, side: Side, usable: int) -> None:
+        self.side = side
+        self.usable = usable
+        self.steps: Array = np.unique(np.concatenate([_sums(_levels(phase)) for phase in side]))
+        self.steps = self.steps[self.steps >= _least_slots(side)]
+        self._fits: dict[int, _Fit | None] = {}
 
-    def best(self, slots: int) -> _Choice | None:
-        """Find the smallest left share at which the left side is not the slower one; the best is there or just below."""
-        low, high = self.left.least, slots - self.right.least
-        if low > high:
+    @cached_property
+    def _boxes(self) -> _Boxes:
+        return _Boxes(self.side, self.usable)
+
+    def seconds(self, slots: int) -> float:
+        fit = self._fit(slots)
+        return fit.seconds if fit else math.inf
+
+    def numbers(self, slots: int) -> tuple[int, ...]:
+        fit = self._fit(slots)
+        assert fit is not None
+        spread = (
+            phase.table.spread(slots, resident, fit.transient)
+            for phase, resident in zip(self.side, fit.residents, strict=True)
+        )
+        return tuple(number for numbers in spread for number in numbers)
+
+    def _fit(self, slots: int) -> _Fit | None:
+        if slots not in self._fits:
+            tables = [phase.table for phase in self.side]
+            points = [table.points(slots) for table in tables] if all(table.fits for table in tables) else None
+            small = points is not None and math.prod(len(point.seconds) for point in points) <= MOST_CELLS
+            self._fits[slots] = self._combine(points) if points and small else self._boxes.fit(slots)
+        return self._fits[slots]
+
+    def _combine(self, points: list[Points]) -> _Fit | None:
+        """Add up every combination; the fastest that fits wins, the leanest of equals."""
+        widths = tuple(len(point.seconds) for point in points)
+        if not all(widths):
             return None
-        end = high
-        while low < high:
-            middle = (low + high) // 2
-            if _seconds(self.left.best(middle)) <= _seconds(self.right.best(slots - middle)):
-                high = middle
-            else:
-                low = middle + 1
-        shares = [share for share in (low, low - 1) if self.left.least <= share <= end]
-        found = [both for share in shares if (both := self._at(share, slots)) is not None]
-        return min(found, key=lambda both: both.seconds, default=None)
+        seconds, resident, transient = points[0]
+        for more in points[1:]:
+            seconds = np.add.outer(seconds, more.seconds).ravel()
+            resident = np.add.outer(resident, more.resident).ravel()
+            transient = np.maximum.outer(transient, more.transient).ravel()
+        memory = resident + transient
+        fitting = np.flatnonzero(memory <= self.usable)
+        if not len(fitting):
+            return None
+        times = seconds[fitting]
+        equal = fitting[times == times.min()]
+        at = int(equal[memory[equal].argmin()])
+        corners = np.unravel_index(at, widths)
+        residents = tuple(int(point.resident[corner]) for point, corner in zip(points, corners, strict=True))
+        return _Fit(float(seconds[at]), residents, int(transient[at]))
 
-    def _at(self, share: int, slots: int) -> _Choice | None:
-        left, right = self.left.best(share), self.right.best(slots - share)
-        return left and right and _Choice(max(left.seconds, right.seconds), left.numbers + right.numbers)
+
+def _levels(phase: Phase) -> list[Array]:
+    return [np.unique(member.columns[0]) for member in phase.members]
 
 
-class _After:
-    """Two sides in turn on disjoint slots: their times add."""
+def _sums(levels: list[Array]) -> Array:
+    """Return every sum of one number out of each list; every number in between too, where that is many."""
+    sums, *others = levels
+    for more in others:
+        if len(sums) * len(more) > MOST_SUMS:
+            sums = np.arange(sums[0] + more[0], sums[-1] + more[-1] + 1)
+        else:
+            sums = np.unique(np.add.outer(sums, more))
+    return sums
+
+
+def _least_slots(side: Side) -> int:
+    """Return the slots below which no choice exists, whatever the memory."""
+    return max(sum(int(member.columns[0].min()) for member in phase.members) for phase in side)
+
+
+class _Split:
+    """Two sides on disjoint slots. The share of the left one is one of its steps, the right one gets the rest."""
 
     def __init__(self, left: _Curve, right: _Curve) -> None:
         self.left, self.right = left, right
-        self.least = left.least + right.least
+        self.steps = _sums([left.steps, right.steps])
+        self._shares: dict[int, int | None] = {}
 
-    def best(self, slots: int) -> _Choice | None:
-        """Try each share at which the left side becomes faster, and give the right side the rest."""
-        found = list[_Choice]()
-        for share, left in self._steps(slots - self.right.least):
-            right = self.right.best(slots - share)
-            if right is not None:
-                found.append(_Choice(left.seconds + right.seconds, left.numbers + right.numbers))
-        return min(found, key=lambda both: both.seconds, default=None)
+    def numbers(self, slots: int) -> tuple[int, ...]:
+        share = self._share(slots)
+        assert share is not None
+        return self.left.numbers(share) + self.right.numbers(slots - share)
 
-    def _steps(self, limit: int) -> Iterator[tuple[int, _Choice]]:
-        share, before = self.left.least, float("inf")
-        while share <= limit and _seconds(self.left.best(limit)) < before:
-            low, high = share, limit
-            while low < high:
-                middle = (low + high) // 2
-                if _seconds(self.left.best(middle)) < before:
-                    high = middle
-                else:
-                    low = middle + 1
-            choice = self.left.best(low)
-            if choice is None:
-                return
-            yield low, choice
-            share, before = low + 1, choice.seconds
+    def seconds(self, slots: int) -> float:
+        share = self._share(slots)
+        return math.inf if share is None else self._joint(share, slots)
+
+    def _share(self, slots: int) -> int | None:
+        if slots not in self._shares:
+            last = slots - int(self.right.steps[0])
+            shares = self._promising(
+                self.left.steps[: self.left.steps.searchsorted(last, side="right")].tolist(), slots
+            )
+            self._shares[slots] = min(shares, key=lambda share: self._joint(share, slots), default=None)
+        return self._shares[slots]
+
+    def _joint(self, share: int, slots: int) -> float:
+        raise NotImplementedError
+
+    def _promising(self, shares: list[int], slots: int) -> list[int]:
+        """Return the shares among which the best is."""
+        raise NotImplementedError
 
 
-def _seconds(choice: _Choice | None) -> float:
-    return float("inf") if choice is None else choice.seconds
+class _Beside(_Split):
+    """Both sides at the same time: the slower one counts."""
+
+    def _joint(self, share: int, slots: int) -> float:
+        return max(self.left.seconds(share), self.right.seconds(slots - share))
+
+    def _promising(self, shares: list[int], slots: int) -> list[int]:
+        """Find where the left side is no longer the slower one: the best is there or just before."""
+        at = bisect_left(shares, True, key=lambda share: self.left.seconds(share) <= self.right.seconds(slots - share))
+        return shares[max(at - 1, 0) : at + 1]
+
+
+class _After(_Split):
+    """One side waits for the other: their times add."""
+
+    def _joint(self, share: int, slots: int) -> float:
+        return self.left.seconds(share) + self.right.seconds(slots - share)
+
+    def _promising(self, shares: list[int], slots: int) -> list[int]:
+        return shares
 
 
 def solve(problem: Problem, *, runners_up: int = 0) -> Solution | Infeasible:
@@ -293,37 +345,35 @@ def solve(problem: Problem, *, runners_up: int = 0) -> Solution | Infeasible:
     empty = [str(member.model_stage) for member in problem.members() if not member.candidates]
     if empty:
         return Infeasible("candidates", len(empty), f"no layout can hold {', '.join(empty)}")
-    sweeps = [[_Sweep(phase) for phase in side] for side in problem.sides]
-    curve = _curve(problem, sweeps, problem.usable_bytes)
-    choice = curve.best(problem.pool)
-    if choice is None:
-        return _shortfall(problem, sweeps)
-    chosen = (member.candidates[number] for member, number in zip(problem.members(), choice.numbers, strict=True))
+    curve = _curve(problem, problem.usable_bytes)
+    if curve.seconds(problem.pool) == math.inf:
+        return _shortfall(problem)
+    numbers = curve.numbers(problem.pool)
+    chosen = (member.candidates[number] for member, number in zip(problem.members(), numbers, strict=True))
     solution = evaluate(problem, tuple(chosen))
     if isinstance(solution, Infeasible):
         raise AssertionError(f"the search chose a plan that does not fit: {solution.because}")
     return replace(solution, runners_up=tuple(_runners_up(problem, solution, runners_up))) if runners_up else solution
 
 
-def _curve(problem: Problem, sweeps: list[list[_Sweep]], usable: int) -> _Curve:
+def _curve(problem: Problem, usable: int) -> _Curve:
     join = _Beside if problem.concurrent else _After
-    curves: list[_Curve] = [_SideCurve(side, usable) for side in sweeps]
-    curve = curves[0]
-    for other in curves[1:]:
-        curve = join(curve, other)
+    curve: _Curve = _SideCurve(problem.sides[0], usable)
+    for side in problem.sides[1:]:
+        curve = join(curve, _SideCurve(side, usable))
     return curve
 
 
-def _shortfall(problem: Problem, sweeps: list[list[_Sweep]]) -> Infeasible:
+def _shortfall(problem: Problem) -> Infeasible:
     """Say which constraint keeps every plan out, and by exactly how much."""
-    needed = sum(max(sweep.least_slots for sweep in side) for side in sweeps)
+    needed = sum(map(_least_slots, problem.sides))
     if needed > problem.pool:
         short = needed - problem.pool
         return Infeasible("slots", short, f"the smallest plan needs {needed} slots, the pool has {problem.pool}")
-    low, high = problem.usable_bytes, max(_most_memory(side) for side in sweeps)
+    low, high = problem.usable_bytes, max(map(_most_memory, problem.sides))
     while low + 1 < high:
         middle = (low + high) // 2
-        if _curve(problem, sweeps, middle).best(problem.pool) is None:
+        if _curve(problem, middle).seconds(problem.pool) == math.inf:
             low = middle
         else:
             high = middle
@@ -332,12 +382,15 @@ def _shortfall(problem: Problem, sweeps: list[list[_Sweep]]) -> Infeasible:
     return Infeasible("memory", short, because)
 
 
-def _most_memory(side: list[_Sweep]) -> int:
-    return sum(sweep.most_resident for sweep in side) + max(sweep.most_transient for sweep in side)
+def _most_memory(side: Side) -> int:
+    """Return what no choice exceeds."""
+    columns = [[member.columns for member in phase.members] for phase in side]
+    resident = sum(max(int(column[2].max()) for column in group) for group in columns)
+    return resident + max(int(column[3].max()) for group in columns for column in group)
 
 
 def _runners_up(problem: Problem, best: Solution, limit: int) -> list[RunnerUp]:
-    """Force each other layout of each model-stage in turn; return the fastest of these plans, then what does not fit."""
+    """Force each other layout of each model-stage in turn; return the fastest such plans, then what does not fit."""
     found = list[RunnerUp]()
     for member in problem.members():
         chosen = best.of(member.model_stage)
