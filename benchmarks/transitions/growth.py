@@ -1,7 +1,8 @@
 """Which transition does a planner ask for at each cluster size? The same drift at every size, so that times compare.
 
-Asynchronous PPO with six model-stages of a large model. Responses have become longer: generation takes a quarter more
-of the pool and a wider layout, training goes on in deeper pipelines on fewer slots.
+Asynchronous PPO with six model-stages of a large model. Responses have become longer: generation takes an eighth of the
+pool more, scoring and training go on with what is left. Either only training changes its layout, or (``relayout``)
+generation and training do, so that nearly every unit is cut up.
 """
 
 from __future__ import annotations
@@ -14,30 +15,36 @@ from nereus.core.workflow import Algorithm, workflow
 from nereus.transition.primitive import Memory
 
 FLOW = workflow(Algorithm.PPO, asynchronous=True)
-BEFORE = {"generation": Layout(4, 1), "inference": Layout(4, 1), "training": Layout(8, 1)}
-AFTER = {"generation": Layout(8, 1), "inference": Layout(4, 1), "training": Layout(4, 4)}
+Layouts = tuple[Layout, Layout, Layout]
+"""Of generation, inference and training."""
+
+DRIFT: tuple[Layouts, Layouts] = (
+    (Layout(8, 1), Layout(8, 1), Layout(8, 4)),
+    (Layout(8, 1), Layout(8, 1), Layout(8, 2)),
+)
+RELAYOUT: tuple[Layouts, Layouts] = (
+    (Layout(4, 1), Layout(4, 1), Layout(8, 1)),
+    (Layout(8, 1), Layout(4, 1), Layout(4, 4)),
+)
 
 
-def growth(slots: int, *, capacity_bytes: int = 192 * GIB) -> Scenario:
+def growth(slots: int, *, relayout: bool = False, capacity_bytes: int = 192 * GIB) -> Scenario:
     """Return the transition at ``slots`` slots, 32 or more."""
     state = {member: (280 if member.stage.name == "TRAINING" else 40) * GIB for member in FLOW.model_stages}
     memory = Memory(capacity_bytes, state, host_bytes=16 * SLOTS_PER_NODE * capacity_bytes, host_of=hosts(slots))
-    return Scenario(_plan(slots, slots // 2, BEFORE, 0), _plan(slots, slots * 5 // 8, AFTER, 1), groups(), memory)
+    before, after = RELAYOUT if relayout else DRIFT
+    current, target = _plan(slots, slots // 2, before, 0), _plan(slots, slots * 5 // 8, after, 1)
+    return Scenario(current, target, tuple(FLOW.concurrency_groups()), memory)
 
 
-def groups() -> tuple[tuple[ModelStage, ...], ...]:
-    return tuple(FLOW.concurrency_groups())
-
-
-def _plan(slots: int, generating: int, layouts: dict[str, Layout], epoch: int) -> Plan:
+def _plan(slots: int, generating: int, layouts: Layouts, epoch: int) -> Plan:
     generation, learning = FLOW.sides
-    emus = list(_units(generation[0][0], layouts["generation"], range(generating), epoch))
+    emus = list(_units(generation[0][0], layouts[0], range(generating), epoch))
     for phase in learning:
         first = generating
         share = (slots - generating) // len(phase)
         for member in phase:
-            layout = layouts[member.stage.name.lower()]
-            emus += _units(member, layout, range(first, first + share), epoch)
+            emus += _units(member, layouts[member.stage], range(first, first + share), epoch)
             first += share
     return Plan(epoch, tuple(emus))
 
