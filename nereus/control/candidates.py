@@ -200,11 +200,13 @@ def problem(
     space: Space | None = None,
     calibration: MemoryCalibration | None = None,
     exposed_s: float | None = None,
+    host_s: float = 0.0,
 ) -> Problem:
     """State the planner's problem for a workflow; ``shapes`` names each model's shape, ``policy`` for those not named.
 
     ``exposed_s`` is what the weight sync adds; by default the time to write one slot's share of the policy's weights
-    over the slowest link.
+    over the slowest link. ``host_s`` is the CPU-side processing of a step (``host_seconds``); asynchronous workflows
+    hide it behind generation.
     """
 
     def member(stage: ModelStage) -> Member:
@@ -224,8 +226,15 @@ def problem(
         cluster.size,
         int(cluster.device.memory_bytes),
         concurrent=workflow.asynchronous,
-        exposed_s=sync if exposed_s is None else exposed_s,
+        exposed_s=(sync if exposed_s is None else exposed_s) + (0.0 if workflow.asynchronous else host_s),
     )
+
+
+def host_seconds(workload: Workload, seconds_per_sample: float, workers: int) -> float:
+    """Return the time of scoring, tokenizing and packing a step's samples on ``workers`` CPU processes."""
+    if workers < 1:
+        raise ValueError(f"samples need at least one worker, got {workers}")
+    return math.ceil(workload.samples / workers) * seconds_per_sample
 
 
 def _powers(limit: int) -> list[int]:

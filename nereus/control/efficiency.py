@@ -182,7 +182,12 @@ def regress(
     """
     groups = np.zeros((len(measured_s), 1), np.int64) if members is None else members
     offsets, kept = np.zeros_like(spread), np.zeros_like(spread)
-    used = np.flatnonzero((spread > 0) & np.isin(np.arange(len(spread)), groups)[:, None])
+    busy = np.zeros(spread.shape, dtype=bool)
+    for level in groups.T:
+        for column, work in enumerate(unit_s.T):
+            busy[level[work > 0], column] = True
+        busy[level, -1] = True
+    used = np.flatnonzero((spread > 0) & busy)
     precision = 1.0 / spread.ravel()[used] ** 2
     damping, best = 1e-6, math.inf
     for _ in range(iterations):

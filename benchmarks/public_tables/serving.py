@@ -1,0 +1,105 @@
+"""What does a row of the public generation table say, in the cost model's terms?
+
+Only static batches of dense 16-bit models: a batch of equal prompts is computed, then equal responses are decoded.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from public_tables.training import Row, Skipped, cluster_of, hardware_table, number, whole
+
+from nereus.control.cost import Recompute, Setups
+from nereus.control.generation import generation_work
+from nereus.core.plan import Layout
+from nereus.core.shape import ModelShape
+from nereus.core.workload import Lengths, Workload
+
+SHAPES = {
+    "Meta-Llama-3-8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
+    "Llama 3.1 8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    "Llama-2-7b-hf": ModelShape(32, 4096, 32, 32, 128, 11008, 32000, 4096),
+    "llama2-7b": ModelShape(32, 4096, 32, 32, 128, 11008, 32000, 4096),
+    "llama-7b": ModelShape(32, 4096, 32, 32, 128, 11008, 32000, 2048),
+    "Qwen2-7B": ModelShape(28, 3584, 28, 4, 128, 18944, 152064, 131072, qkv_bias=True),
+    "Mistral-7B-v0.1": ModelShape(32, 4096, 32, 8, 128, 14336, 32000, 32768),
+    "Llama-2-70b-hf": ModelShape(80, 8192, 64, 8, 128, 28672, 32000, 4096),
+    "llama2-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 32000, 4096),
+    "Meta-Llama-3-70B": ModelShape(80, 8192, 64, 8, 128, 28672, 128256, 8192),
+    "Qwen2-72B": ModelShape(80, 8192, 64, 8, 128, 29568, 152064, 131072, qkv_bias=True),
+    "bloom-176b": ModelShape(70, 14336, 112, 112, 128, 57344, 250880, 2048, tied=True, gated=False),
+    "bloom-7b1": ModelShape(30, 4096, 32, 32, 128, 16384, 250880, 2048, tied=True, gated=False),
+}
+"""Sizes from the models' published configurations, by the end of the name."""
+
+
+def read(path: Path) -> tuple[list[Row], list[Skipped]]:
+    hardware = hardware_table()
+    rows, skipped = list[Row](), list[Skipped]()
+    with path.open(encoding="utf-8") as file:
+        for count, line in enumerate(csv.DictReader(file)):
+            found = parse(line, hardware, f"G{count:05d}")
+            if isinstance(found, Row):
+                rows.append(found)
+            else:
+                skipped.append(Skipped(f"G{count:05d}", found))
+    return rows, skipped
+
+
+def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> Row | str:
+    """Return the row, or why it cannot be predicted."""
+    if not line["mode"].startswith("static"):
+        return f"mode {line['mode'][:20]}"
+    if "16" not in line["precision"]:
+        return f"precision {line['precision']}"
+    shape = SHAPES.get(line["model"].rpartition("/")[2])
+    if shape is None:
+        return f"model {line['model']}"
+    gpus, tp, pp = whole(line["num_gpus"], 1), whole(line["tp"], 0), whole(line["pp"], 1)
+    gpu = line["hardware"].upper().replace("-80GB", "")
+    found = cluster_of(gpu, gpus, hardware)
+    if found is None:
+        return f"hardware {line['hardware']}"
+    prompt, response, batch = (whole(line[name], 0) for name in ("isl", "osl", "batch_or_concurrency"))
+    if not (tp and prompt and response and batch):
+        return "workload not stated"
+    seconds = number(line["e2e_latency_s"])
+    if not seconds > 0:
+        seconds = batch * response / number(line["out_tok_per_s"])
+    if not seconds > 0:
+        return "no time"
+    cluster, arch = found
+    dp = max(1, gpus // (tp * pp))
+    setups = Setups.grid([(Layout(tp, pp), dp, batch, Recompute.NONE)])
+    workload = Workload(Lengths.fixed(prompt), Lengths.fixed(response), groups=batch)
+    work = generation_work(shape, cluster, setups, workload, np.array([float(batch)]))
+    tokens = batch * (prompt + response)
+    flops = 2.0 * tokens * (shape.layers * shape.active_matrix_parameters + shape.embedding_parameters)
+    engine = line["framework"].split(" (")[0]
+    where = (engine, line["hardware"], str(gpus), line["model"], "", "", str(prompt), str(response))
+    return Row(
+        row_id,
+        engine,
+        gpu,
+        arch,
+        line["model"],
+        gpus,
+        "16-bit",
+        f"d{dp}t{tp}p{pp}",
+        (*where, str(tp), str(pp), str(batch)),
+        where,
+        seconds,
+        False,
+        float("nan"),
+        flops / gpus,
+        cluster.device.flops_per_s,
+        work,
+        shape,
+        setups,
+        prompt + response,
+        batch,
+        False,
+        cluster,
+    )

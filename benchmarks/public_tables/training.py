@@ -1,0 +1,219 @@
+"""What does a row of a public training table say, in the cost model's terms?
+
+Rows are read as their sources state them; what a source leaves open is filled by the rules below, the same for all
+rows, and counted. A row that cannot be predicted says why.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+from nereus.control.cost import Passes, Recompute, Setups, Sharding, pass_work
+from nereus.control.efficiency import Work
+from nereus.core.cluster import Cluster, Device, Link, uniform_nodes
+from nereus.core.plan import Layout
+from nereus.core.shape import ModelShape
+
+DATA = Path(__file__).parents[1] / "data"
+
+UNGATED = ("gpt", "bloom", "mpt", "megatron", "nemotron", "starcoder", "opt", "falcon")
+"""Model names whose feed-forward has two matrices; all others have a gate."""
+
+
+class Row(NamedTuple):
+    """One measured training configuration."""
+
+    row_id: str
+    source: str
+    gpu: str
+    arch: str
+    model: str
+    gpus: int
+    precision: str
+    layout: str
+    configuration: tuple[str, ...]
+    sweep: tuple[str, ...]
+    measured_s: float
+    out_of_memory: bool
+    memory_gb: float
+    flops: float
+    """Model FLOPs of a step per GPU: 6 N + causal attention."""
+    peak: float
+    work: Work
+    shape: ModelShape
+    setups: Setups
+    seq_len: int
+    gbs: int
+    sequence_parallel: bool
+    cluster: Cluster
+
+
+class Skipped(NamedTuple):
+    row_id: str
+    why: str
+
+
+def number(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return float("nan")
+
+
+def whole(text: str | None, default: int) -> int:
+    value = number(text)
+    return int(value) if value == value and value >= 1 else default
+
+
+def hardware_table() -> list[dict[str, str]]:
+    with (DATA / "hardware.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cluster_of(gpu: str, gpus: int, table: list[dict[str, str]]) -> tuple[Cluster, str] | None:
+    """Return the cluster that stands behind a row's GPU name, and its architecture."""
+    for entry in table:
+        if entry["match"] in gpu:
+            numbers = {name: float(entry[name]) for name in entry if name not in ("match", "arch", "source")}
+            device = Device(
+                gpu, numbers["memory_gb"] * 1e9, numbers["peak_tflops"] * 1e12, numbers["memory_gb_s"] * 1e9
+            )
+            in_node, cross = numbers["in_node_gb_s"] * 1e9, numbers["cross_node_gb_s"] * 1e9
+            nodes = uniform_nodes(gpus, int(numbers["slots_per_node"]))
+            return Cluster(entry["match"], device, nodes, Link(9e-6, in_node), Link(20e-6, cross)), entry["arch"]
+    return None
+
+
+def precision_class(text: str) -> str:
+    lowered = text.lower()
+    if "fp4" in lowered:
+        return "fp4"
+    if "fp8" in lowered or "float8" in lowered:
+        return "fp8"
+    return "16-bit" if "16" in lowered or not lowered else "32-bit"
+
+
+def recompute_of(text: str) -> Recompute:
+    lowered = text.lower()
+    if "selective" in lowered or "minimal" in lowered:
+        return Recompute.ATTENTION
+    return Recompute.FULL if lowered in ("full", "recompute", "offload") else Recompute.NONE
+
+
+def sharding_of(text: str) -> Sharding:
+    lowered = text.lower()
+    if "fsdp" in lowered or "full_shard" in lowered or "hsdp" in lowered:
+        return Sharding.PARAMETERS
+    if any(part in lowered for part in ("zero-1", "zero1", "dist-opt", "stage1", "stage2", "grad_op", "zero (")):
+        return Sharding.NONE if lowered.endswith("x1") else Sharding.OPTIMIZER
+    return Sharding.NONE
+
+
+def shape_of(row: dict[str, str]) -> ModelShape | None:
+    """Return the model's sizes: 128-wide heads, a feed-forward of 4 hidden and 51,200 tokens where not stated."""
+    layers, hidden = whole(row["layers"], 0), whole(row["hidden"], 0)
+    if not layers or not hidden:
+        return None
+    heads = whole(row["heads"], max(1, hidden // 128))
+    name = row["model"].lower()
+    gated = not any(part in name for part in UNGATED)
+    ffn = whole(row["ffn"], 4 * hidden if not gated else int(8 * hidden / 3))
+    vocab = whole(row["vocab"], 51200)
+    return ModelShape(layers, hidden, heads, whole(row["kv_heads"], heads), hidden // heads, ffn, vocab, 0, gated=gated)
+
+
+def read(path: Path) -> tuple[list[Row], list[Skipped]]:
+    """Read a table of the format of ``train_layouts.csv``."""
+    hardware = hardware_table()
+    rows, skipped = list[Row](), list[Skipped]()
+    with path.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            read_row = parse(line, hardware)
+            if isinstance(read_row, Row):
+                rows.append(read_row)
+            else:
+                skipped.append(Skipped(line.get("row_id", "?"), read_row))
+    return rows, skipped
+
+
+def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
+    """Return the row, or why it cannot be predicted."""
+    flags = line.get("flags", "") or ""
+    memory = line.get("mem_gb", "") or ""
+    out_of_memory = memory == "OOM" or "oom" in flags
+    if line.get("dense", "1") == "0":
+        return "not dense"
+    if flags and not out_of_memory:
+        return f"suspicious: {flags}"
+    if line.get("task", "") not in ("", "pretrain", "sft", "sft full"):
+        return f"task {line['task']}"
+    if "het" in line["gpu"] or "+" in line["gpu"]:
+        return "mixed hardware"
+    if "transgan" in line["model"]:
+        return "not a language model"
+    step = number(line["step_time_s"])
+    if not step > 0 and not out_of_memory:
+        return "no step time"
+    tp, pp = whole(line["tp"], 0), whole(line["pp"], 0)
+    cp, gpus = whole(line["cp"], 1), whole(line["gpus"], 0)
+    if not tp or not pp or not gpus:
+        return "layout not stated"
+    shape = shape_of(line)
+    found = cluster_of(line["gpu"], gpus, hardware)
+    if shape is None:
+        return "model sizes not stated"
+    if found is None:
+        return f"unknown hardware {line['gpu']}"
+    cluster, arch = found
+    dp = whole(line["dp"], max(1, gpus // (tp * pp * cp)))
+    seq_len, gbs = whole(line["seq_len"], 0), whole(line["gbs"], 0)
+    if not seq_len or not gbs:
+        return "workload not stated"
+    micro_batch = min(whole(line["mbs"], 1), max(1, gbs // dp))
+    setups = Setups.grid(
+        [(Layout(tp, pp), dp, micro_batch, recompute_of(line["recompute"]))],
+        sharding=sharding_of(line["sharding"]),
+        cp=cp,
+        vp=whole(line["vp"], 1),
+    )
+    sequence_parallel = tp > 1 and line["source"] not in ("bigscience-tr11", "bigscience-v100", "amp-trials")
+    work = pass_work(
+        shape,
+        cluster,
+        setups,
+        Passes(gbs, float(gbs) * seq_len, float(gbs) * seq_len**2),
+        pipeline_outermost=True,
+        sequence_parallel=sequence_parallel,
+    )
+    tokens = float(gbs) * seq_len
+    attention = 6.0 * shape.layers * seq_len * shape.heads * shape.head_dim
+    flops = tokens * (6.0 * (shape.layers * shape.active_matrix_parameters + shape.embedding_parameters) + attention)
+    same = ("gpu", "gpus", "layers", "hidden", "ffn", "seq_len", "gbs", "mbs", "tp", "pp", "dp", "cp", "vp")
+    kept = tuple(str(whole(line[k], 1)) if k != "gpu" else line[k] for k in same)
+    sweep = tuple(str(line[k]) for k in ("source", "gpu", "gpus", "model", "layers", "hidden", "seq_len", "gbs"))
+    return Row(
+        line["row_id"],
+        line["source"],
+        line["gpu"],
+        arch,
+        line["model"],
+        gpus,
+        precision_class(line["precision"]),
+        f"d{dp}t{tp}p{pp}" + (f"c{cp}" if cp > 1 else ""),
+        (*kept, precision_class(line["precision"]), line["sharding"], line["recompute"]),
+        sweep,
+        step,
+        out_of_memory,
+        number(memory),
+        flops / gpus,
+        cluster.device.flops_per_s,
+        work,
+        shape,
+        setups,
+        seq_len,
+        gbs,
+        sequence_parallel,
+        cluster,
+    )

@@ -1,0 +1,124 @@
+"""Does work follow from shapes, layouts and links?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from nereus.control.cost import Passes, Recompute, Setups, Sharding, pass_work
+from nereus.control.efficiency import COLUMN, Efficiencies, OperationClass, Work
+from nereus.core.plan import Layout
+from nereus.core.profiles import load_cluster, load_model
+
+SHAPE = load_model("llama-3.1-8b")
+CLUSTER = load_cluster("a100-64g", 64)
+PRIOR = Efficiencies.prior()
+
+
+def work(
+    *rows: tuple[str, int, int, Recompute],
+    samples: int = 64,
+    tokens: int = 2048,
+    backward: bool = True,
+    sharding: Sharding = Sharding.NONE,
+    vp: int = 1,
+) -> Work:
+    """Price rows of (t2p4, dp, micro-batch, recomputation)."""
+    listed = [(Layout(int(name[1]), int(name[3:])), dp, micro, again) for name, dp, micro, again in rows]
+    setups = Setups.grid(listed, sharding=sharding, vp=vp)
+    passes = Passes(samples, float(samples * tokens), float(samples * tokens**2), backward=backward)
+    return pass_work(SHAPE, CLUSTER, setups, passes)
+
+
+def of(priced: Work, name: OperationClass, index: int = 0) -> float:
+    return float(priced.unit_s[index, COLUMN[name]])
+
+
+NONE, FULL, INSIDE = Recompute.NONE, Recompute.FULL, Recompute.ATTENTION
+
+
+def test_training_flops_are_six_per_weight_and_token() -> None:
+    one = work(("t1p1", 1, 1, NONE))
+    weights = SHAPE.layers * SHAPE.active_matrix_parameters
+    flops = of(one, OperationClass.GEMM) * CLUSTER.device.flops_per_s
+    assert flops == pytest.approx(6 * weights * 64 * 2048)
+    head = of(one, OperationClass.VOCABULARY) * CLUSTER.device.flops_per_s
+    assert head == pytest.approx(6 * SHAPE.embedding_parameters * 64 * 2048)
+
+
+def test_causal_attention_counts_half_the_square() -> None:
+    one = work(("t1p1", 1, 1, NONE), backward=False)
+    flops = of(one, OperationClass.ATTENTION) * CLUSTER.device.flops_per_s
+    assert flops == pytest.approx(2 * 64 * 2048**2 * SHAPE.heads * SHAPE.head_dim * SHAPE.layers)
+    longer = work(("t1p1", 1, 1, NONE), backward=False, tokens=4096)
+    assert of(longer, OperationClass.ATTENTION) == pytest.approx(4 * of(one, OperationClass.ATTENTION))
+
+
+def test_a_batch_of_unequal_lengths_costs_more_attention_than_its_mean() -> None:
+    setups = Setups.grid([(Layout(), 1, 1, NONE)])
+    equal = pass_work(SHAPE, CLUSTER, setups, Passes(8, 8000.0, 8 * 1000.0**2))
+    mixed = pass_work(SHAPE, CLUSTER, setups, Passes(8, 8000.0, 4 * 200.0**2 + 4 * 1800.0**2))
+    assert of(mixed, OperationClass.ATTENTION) > 1.5 * of(equal, OperationClass.ATTENTION)
+    assert of(mixed, OperationClass.GEMM) == of(equal, OperationClass.GEMM)
+
+
+def test_recomputation_adds_one_forward_pass() -> None:
+    plain, inside, full = (work(("t1p1", 1, 1, again)) for again in (NONE, INSIDE, FULL))
+    assert of(full, OperationClass.GEMM) == pytest.approx(4 / 3 * of(plain, OperationClass.GEMM))
+    assert of(inside, OperationClass.GEMM) == of(plain, OperationClass.GEMM)
+    assert of(inside, OperationClass.ATTENTION) == pytest.approx(of(full, OperationClass.ATTENTION))
+
+
+def test_bubbles_shrink_with_micro_batches_and_interleaving() -> None:
+    rows = [("t1p4", 1, micro, NONE) for micro in (1, 4, 16)]
+    ideal = of(work(("t1p1", 1, 1, NONE)), OperationClass.GEMM) / 4
+    share = [of(work(row), OperationClass.GEMM) / ideal for row in rows]
+    assert share == pytest.approx([1 + 3 / 64, 1 + 3 / 16, 1 + 3 / 4])
+    assert of(work(rows[2], vp=2), OperationClass.GEMM) / ideal == pytest.approx(1 + 3 / 8)
+
+
+def test_links_follow_the_width_of_the_group() -> None:
+    inside, across = work(("t4p1", 1, 1, NONE)), work(("t8p1", 1, 1, NONE))
+    assert of(inside, OperationClass.ALLREDUCE_IN_NODE) > 0 and of(inside, OperationClass.ALLREDUCE_CROSS_NODE) == 0
+    assert of(across, OperationClass.ALLREDUCE_CROSS_NODE) > 0 and of(across, OperationClass.ALLREDUCE_IN_NODE) == 0
+    assert of(work(("t1p1", 4, 1, NONE)), OperationClass.GRADIENTS_IN_NODE) > 0
+    assert of(work(("t1p1", 8, 1, NONE)), OperationClass.GRADIENTS_CROSS_NODE) > 0
+    assert of(work(("t1p1", 1, 1, NONE)), OperationClass.GRADIENTS_IN_NODE) == 0
+    assert of(work(("t1p4", 1, 1, NONE)), OperationClass.P2P_IN_NODE) > 0
+
+
+def test_a_ring_over_whole_nodes_uses_all_their_adapters() -> None:
+    """Sixteen replicas on four full nodes reduce faster than sixteen that are alone on their nodes."""
+    together = of(work(("t1p1", 16, 1, NONE)), OperationClass.GRADIENTS_CROSS_NODE)
+    apart = of(work(("t4p1", 16, 1, NONE)), OperationClass.GRADIENTS_CROSS_NODE)
+    assert together < 1.2 * apart, "four times the bytes over four times the adapters"
+
+
+def test_an_update_costs_what_the_slot_holds() -> None:
+    whole, cut = work(("t1p1", 2, 1, NONE)), work(("t4p1", 2, 1, NONE))
+    assert of(whole, OperationClass.OPTIMIZER) == pytest.approx(4 * of(cut, OperationClass.OPTIMIZER))
+    shared = work(("t1p1", 2, 1, NONE), sharding=Sharding.OPTIMIZER)
+    assert of(shared, OperationClass.OPTIMIZER) == pytest.approx(of(whole, OperationClass.OPTIMIZER) / 2)
+    scoring = work(("t1p1", 2, 1, NONE), backward=False)
+    assert of(scoring, OperationClass.OPTIMIZER) == of(scoring, OperationClass.GRADIENTS_IN_NODE) == 0
+
+
+def test_many_alternatives_cost_what_each_costs_alone() -> None:
+    rows = [("t1p1", 8, 1, NONE), ("t2p2", 4, 2, FULL), ("t4p2", 2, 4, NONE), ("t4p1", 3, 1, NONE)]
+    together = work(*rows).seconds(PRIOR)
+    alone = np.array([float(work(row).seconds(PRIOR)[0]) for row in rows])
+    assert together == pytest.approx(alone)
+    assert np.isfinite(together).all() and (together > 0).all()
+
+
+def test_the_slowest_replica_counts_when_the_batch_does_not_divide() -> None:
+    assert of(work(("t1p1", 3, 1, NONE)), OperationClass.GEMM) == pytest.approx(
+        of(work(("t1p1", 1, 1, NONE)), OperationClass.GEMM) * math.ceil(64 / 3) / 64
+    )
+
+
+def test_the_split_adds_up() -> None:
+    priced = work(("t2p2", 4, 1, NONE))
+    assert sum(priced.split(PRIOR).values()) == pytest.approx(float(priced.seconds(PRIOR)[0]))
