@@ -5,7 +5,7 @@ with bounds on numbers and lengths. Token arrays, weights and activations are ne
 message as raw frames, weights move through shared memory or process groups. The plan epoch is not a field either: the
 endpoint stamps it on the envelope of every message and fences by it (see ``endpoint.py``).
 
-Invariant (tests/bus/test_messages.py): encoding is stable (golden bytes) and decoding garbage raises ``ProtocolError``.
+Invariant (tests/bus/test_codec.py): encoding is stable (golden bytes) and decoding garbage raises ``ProtocolError``.
 """
 
 from __future__ import annotations

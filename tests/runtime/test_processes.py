@@ -47,6 +47,7 @@ def test_a_service_that_ends_before_it_announces_itself_is_named(tmp_path: Path)
         processes = LocalProcesses(tmp_path)
         with pytest.raises(NereusError, match="service ended before it announced itself"):
             await processes.start_announced("service", ["nereus.no_such_module"], timeout_s=LIMIT_S)
+        await processes.stop(grace_s=LIMIT_S)
 
     asyncio.run(main())
 
