@@ -23,7 +23,7 @@ run: $(VENV)/.train
 test: fast live
 
 fast: $(VENV)/.test
-	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
 
 live: $(VENV)/.test
 	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)
