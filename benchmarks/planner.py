@@ -4,7 +4,7 @@
 
 1. *Speed*: decision time and peak memory for six model-stages at 32 to 16,384 slots, sync and async, with memory
    so tight that it decides; SCIP gets the same problem and ``--limit`` seconds. Times are CPU seconds of one core;
-   "prepare" turns priced candidates into columns and is paid once per pricing.
+   "prepare" turns priced candidates into tables, once per pricing; a decision answers for a pool and a capacity.
 2. *Against enumeration*: ``--exact`` random small problems (up to 16 slots).
 3. *Against SCIP*: ``--compare`` problems up to 256 slots, solved to proven optimality.
 
@@ -20,9 +20,8 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
+import tracemalloc
 from typing import Any
 
 from nereus.control.problem import Candidate, Infeasible, Member, Phase, Problem, Solution, evaluate
@@ -43,7 +42,7 @@ HAS_SCIP = importlib.util.find_spec("pyscipopt") is not None
 def realistic(pool: int, *, concurrent: bool, seed: int = 0, capacity_gib: float = 64.0) -> Problem:
     """Return PPO of an 8B policy with an 8B critic, reference and reward model, priced by simple formulas.
 
-    Every layout with tensor degree up to 8 and pipeline degree up to 16, all degrees 2^k and 3 * 2^k of replication, four
+    Every layout with tensor degree up to 8 and pipeline degree up to 16, 2^k and 3 * 2^k replicas, four
     micro-batch sizes, with and without recomputation in training. ``seed`` varies efficiencies, so that no two
     candidates tie.
     """
@@ -62,7 +61,11 @@ def realistic(pool: int, *, concurrent: bool, seed: int = 0, capacity_gib: float
 
 def _priced(stage: ModelStage, pool: int, draw: random.Random) -> list[Candidate]:
     training = stage.stage is Stage.TRAINING
-    work = {Stage.GENERATION: 40.0, Stage.INFERENCE: 12.0, Stage.TRAINING: 36.0}[stage.stage] * pool * draw.uniform(0.8, 1.2)
+    work = (
+        {Stage.GENERATION: 40.0, Stage.INFERENCE: 12.0, Stage.TRAINING: 36.0}[stage.stage]
+        * pool
+        * draw.uniform(0.8, 1.2)
+    )
     state = (16.0 if training else 2.0) * 8e9
     found = []
     for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
@@ -74,11 +77,15 @@ def _priced(stage: ModelStage, pool: int, draw: random.Random) -> list[Candidate
             for micro_batch, recompute in itertools.product((1, 2, 4, 8), (False, True) if training else (False,)):
                 small = 1 + 0.5 / micro_batch + 0.02 * micro_batch * (pp - 1)
                 tail = 0.02 * dp**0.5
-                seconds = work / slots * sharding * small * (1.3 if recompute else 1.0) * draw.uniform(0.99, 1.01) + tail
+                seconds = (
+                    work / slots * sharding * small * (1.3 if recompute else 1.0) * draw.uniform(0.99, 1.01) + tail
+                )
                 kept = micro_batch * (pp if training else 1) * (0.15 if recompute or not training else 1.5) * 8e9
                 transient = kept / layout.slots + 0.5e9 * micro_batch
                 found.append(
-                    Candidate(stage, layout, dp, seconds, int(state / layout.slots), int(transient), micro_batch, recompute)
+                    Candidate(
+                        stage, layout, dp, seconds, int(state / layout.slots), int(transient), micro_batch, recompute
+                    )
                 )
     return found
 
@@ -170,9 +177,11 @@ def scip(problem: Problem, limit_s: float) -> tuple[float | None, str, float]:
 
 
 def cpu_seconds(problem: Problem, least_runs: int = 5, budget_s: float = 0.5) -> float:
-    """Return the median CPU time of a decision."""
+    """Return the median CPU time of a decision, nothing remembered from the one before."""
     spent, taken = 0.0, list[float]()
     while len(taken) < least_runs or (spent < budget_s and len(taken) < 200):
+        for phase in problem.phases():
+            phase.table.forget()
         began = time.process_time()
         solve(problem)
         taken.append(time.process_time() - began)
@@ -185,8 +194,8 @@ def speed(pool: int, *, concurrent: bool, limit_s: float) -> dict[str, Any]:
     problem = realistic(pool, concurrent=concurrent)
     gc.collect()
     began = time.process_time()
-    for member in problem.members():
-        _ = member.columns
+    for phase in problem.phases():
+        _ = phase.table.members
     prepare = time.process_time() - began
     answer = solve(problem)
     assert isinstance(answer, Solution), answer
@@ -205,15 +214,13 @@ def speed(pool: int, *, concurrent: bool, limit_s: float) -> dict[str, Any]:
 
 
 def peak_bytes(pool: int, *, concurrent: bool) -> int:
-    """Return how much a fresh process grows, at its peak, while it decides: columns and search, numpy loaded before."""
-    code = (
-        "import resource, sys; sys.path.insert(0, 'benchmarks')\n"
-        f"import planner; problem = planner.realistic({pool}, concurrent={concurrent})\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "before = peak(); planner.solve(problem); print(peak() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    """Return the most memory that tables and search hold at a time (traced allocations, numpy's included)."""
+    problem = realistic(pool, concurrent=concurrent)
+    tracemalloc.start()
+    solve(problem)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
 
 
 def same(ours: Solution | Infeasible, theirs: float | None) -> bool:

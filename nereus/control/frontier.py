@@ -56,21 +56,36 @@ class PhaseTable:
             found.append(cells)
         return found
 
+    @cached_property
+    def _splits(self) -> tuple[Array, list[Array]]:
+        """Return, for each combination of slot levels of all members but the last, their sum and each one's level."""
+        first = self.levels[:-1]
+        grids = np.meshgrid(*(np.arange(len(levels)) for levels in first), indexing="ij")
+        chosen = [grid.ravel() for grid in grids]
+        sums = [levels[at] for levels, at in zip(first, chosen, strict=True)]
+        return np.sum(sums, axis=0, dtype=np.int64) if sums else np.zeros(1, np.int64), chosen
+
     def _fastest(self, slots: int) -> Array:
         """Return the phase's least seconds (resident level, transient level) when its members share ``slots``."""
         *first, last = self.members
-        shares = np.meshgrid(*self.levels[:-1], indexing="ij") if first else []
-        left: Array = slots - sum((share.ravel() for share in shares), start=np.zeros(1, np.int64))
+        sums, chosen = self._splits
+        left = slots - sums
         possible = np.flatnonzero(left >= self.levels[-1][0])
         if not len(possible):
             return np.full(last.shape[1:], np.inf)
-        slowest = last[self.levels[-1].searchsorted(left[possible], side="right") - 1]
-        if first:
-            widths = tuple(len(levels) for levels in self.levels[:-1])
-            for cells, at in zip(first, np.unravel_index(possible, widths), strict=True):
-                np.maximum(slowest, cells[at], out=slowest)
+        rest = self.levels[-1].searchsorted(left[possible], side="right") - 1
+        if not first:
+            alone: Array = last[rest[0]]
+            return alone
+        slowest = last[rest]
+        for cells, at in zip(first, chosen, strict=True):
+            np.maximum(slowest, cells[at[possible]], out=slowest)
         fastest: Array = slowest.min(axis=0)
         return fastest
+
+    def forget(self) -> None:
+        """Drop the answers to single questions, keep the table: for measurements."""
+        self._points.clear()
 
     def points(self, slots: int) -> Points:
         """Return the undominated choices with ``slots``: corners where both a tighter limit and less time differ."""

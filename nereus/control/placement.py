@@ -175,10 +175,11 @@ def _place_rest(room: _Room, wanted: _Wanted, current: Plan) -> None:
     held = _held(current, candidate.model_stage)
     groups = list(room.groups(wanted.phase, layout.tp)) if missing else []
     scored = [
-        (-_resident_share(held, group, layout, rank), rank, group)
+        (-_resident_share(held, ordered, layout, rank), rank, ordered)
         for group in groups
         if any(slot in held for slot in group)
         for rank in range(layout.pp)
+        for ordered in (_ordered(held, group, layout, rank),)
     ]
     for score, rank, group in sorted(scored):
         if score < 0 and len(ranks[rank]) < missing and room.fits(wanted.phase, group):
@@ -215,6 +216,23 @@ def _held(current: Plan, model_stage: ModelStage) -> dict[SlotId, _Shard]:
         for emu in current.of(model_stage)
         for index, slot in enumerate(emu.slots)
     }
+
+
+def _ordered(held: Mapping[SlotId, _Shard], group: Group, layout: Layout, pp_rank: int) -> Group:
+    """Give each slot of a group the tensor rank whose shard it holds most of; links in a node do not care.
+
+    So two units that merge into a wider one move nothing: slots 0 1 and 2 3 become 0 2 1 3.
+    """
+    pairs = sorted(
+        (-(held[slot].share_of(_Shard.of(layout, pp_rank, tp_rank)) if slot in held else 0.0), tp_rank, slot)
+        for slot in group
+        for tp_rank in range(layout.tp)
+    )
+    chosen: dict[int, SlotId] = {}
+    for _, tp_rank, slot in pairs:
+        if tp_rank not in chosen and slot not in chosen.values():
+            chosen[tp_rank] = slot
+    return tuple(chosen[tp_rank] for tp_rank in range(layout.tp))
 
 
 def _resident_share(held: Mapping[SlotId, _Shard], group: Group, layout: Layout, pp_rank: int) -> float:

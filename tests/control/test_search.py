@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -19,8 +20,8 @@ from nereus.control.problem import (
     evaluate,
     usable_bytes,
 )
-from nereus.control.search import solve
-from nereus.core.plan import Layout, ModelStage, Stage
+from nereus.control.search import _Boxes, _SideCurve, alternatives, solve
+from nereus.core.plan import Layout, ModelStage, Replication, Stage
 
 GENERATION = ModelStage(Stage.GENERATION)
 INFERENCE = [ModelStage(Stage.INFERENCE, model) for model in ("reference", "reward", "critic")]
@@ -192,3 +193,28 @@ def test_spare_slots_go_to_the_next_slowest() -> None:
     slow, quick = member(TRAINING[0], (4, 10.0)), member(TRAINING[1], (1, 9.0), (4, 3.0))
     answer = solve(Problem(((Phase("training", (slow, quick)),),), pool=8, capacity_bytes=100))
     assert isinstance(answer, Solution) and [one.dp for one in answer.candidates] == [4, 4]
+
+
+def test_alternatives_keep_model_stages_as_they_are_within_the_limit() -> None:
+    met = 0
+    for seed in range(60):
+        problem = problems(seed)
+        best = solve(problem)
+        if isinstance(best, Infeasible):
+            continue
+        now = {member.model_stage: member.candidates[0] for member in problem.members()}
+        current = {stage: Replication(one.dp, one.layout) for stage, one in now.items()}
+        for other in alternatives(problem, best, current, within=0.5):
+            met += 1
+            assert evaluate(problem, other.candidates) == other
+            assert best.latency_s * (1 - 1e-12) <= other.latency_s <= best.latency_s * 1.5
+            assert any(Replication(one.dp, one.layout) == current[one.model_stage] for one in other.candidates)
+    assert met > 20
+
+
+def test_boxes_and_tables_agree() -> None:
+    for seed in range(60):
+        problem = problems(seed)
+        for side in problem.sides:
+            tabled, boxed = _SideCurve(side, problem.usable_bytes), _Boxes(side, problem.usable_bytes).fit(problem.pool)
+            assert tabled.seconds(problem.pool) == (boxed.seconds if boxed else math.inf), seed
