@@ -63,7 +63,8 @@ class PhaseTable:
         grids = np.meshgrid(*(np.arange(len(levels)) for levels in first), indexing="ij")
         chosen = [grid.ravel() for grid in grids]
         sums = [levels[at] for levels, at in zip(first, chosen, strict=True)]
-        return np.sum(sums, axis=0, dtype=np.int64) if sums else np.zeros(1, np.int64), chosen
+        total: Array = np.sum(sums, axis=0, dtype=np.int64) if sums else np.zeros(1, np.int64)
+        return total, list(chosen)
 
     def _fastest(self, slots: int) -> Array:
         """Return the phase's least seconds (resident level, transient level) when its members share ``slots``."""

@@ -203,9 +203,9 @@ def _place_rest(room: _Room, wanted: _Wanted, current: Plan) -> None:
     dealt.sort(key=lambda group: (room.node_of[group[0]], group))
     rest = iter(dealt)
     for unit in range(missing):
-        for rank in ranks:
-            if len(rank) <= unit:
-                rank.append(next(rest))
+        for column in ranks:
+            if len(column) <= unit:
+                column.append(next(rest))
     wanted.units.extend(tuple(slot for group in unit for slot in group) for unit in zip(*ranks, strict=True))
 
 
