@@ -3,9 +3,9 @@
     python benchmarks/cost_model.py [--json] [--table FILE] [--folds N] [--seed N] [--worst N] [--motivation]
 
 Reads benchmarks/data/train_layouts.csv (provenance in every row), fits class efficiencies on all parts of it but one
-and predicts that part, for each part in turn; parts are whole configurations, chosen by a fixed seed. Beside it stands a
-baseline fitted on the same rows: one constant model-FLOP utilization per family. ``--table FILE`` predicts another CSV
-of the same format from a fit on the repository's whole table, without the configurations that FILE holds.
+and predicts that part, for each part in turn; parts are whole configurations, chosen by a fixed seed. Beside it stands
+a baseline fitted on the same rows: one constant model-FLOP utilization per family. ``--table FILE`` predicts another
+CSV of the same format from a fit on the repository's whole table, without the configurations that FILE holds.
 ``--motivation`` prints the settings under which the paper's motivating facts hold in this model.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -114,6 +115,15 @@ def summary(sweeps: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def without_nan(value: Any) -> Any:
+    """Return figures with null where there is no number, as JSON has no NaN."""
+    if isinstance(value, dict):
+        return {str(name): without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def show(figures: dict[str, Any]) -> None:
     columns = f"{'rows':>6}{'MAPE':>8}{'median':>8}{'worst':>8}{'R² log':>8}"
     print(f"{'step seconds, never seen by the fit':44s}{columns}  constant MFU: same rows / in sample")
@@ -153,7 +163,7 @@ def main() -> None:
         fitted = fitted_efficiencies([row for row in read(DATA / "train_layouts.csv")[0] if not row.out_of_memory])
         shown["fitted"] = motivation.show("A100 fitted", fitted)
         if options.json:
-            print(json.dumps(shown))
+            print(json.dumps(without_nan(shown), allow_nan=False))
         return
 
     own, skipped = read(DATA / "train_layouts.csv")
@@ -180,7 +190,7 @@ def main() -> None:
         what = f"{row.source} {row.gpu} x{row.gpus} {row.model} {row.layout} s{row.seq_len} {row.precision}"
         print(f"{row.row_id} {what}: predicted {ours[index]:.2f} s, measured {measured[index]:.2f} s")
     if options.json:
-        print(json.dumps(figures, allow_nan=True))
+        print(json.dumps(without_nan(figures), allow_nan=False))
 
 
 if __name__ == "__main__":

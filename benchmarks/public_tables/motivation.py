@@ -21,7 +21,8 @@ from nereus.core.profiles import load_cluster, load_model
 
 PLANS = (Layout(2, 2), Layout(4, 1))
 BATCH = 128
-COMPANY = ("nothing", "generation weights", "critic training")
+COMPANY = {"nothing": 0.0, "generation": 2.0, "generation, reference": 4.0, "critic training": 18.0}
+"""What else is resident on the slots, in bytes a parameter of the same layout."""
 
 
 def priced(tokens: int, micro: int, again: Recompute, company: str, efficiencies: Efficiencies) -> dict[str, Any]:
@@ -31,9 +32,8 @@ def priced(tokens: int, micro: int, again: Recompute, company: str, efficiencies
     work = pass_work(shape, cluster, setups, Passes(BATCH, float(BATCH * tokens), float(BATCH * tokens**2)))
     batches = BATCH / setups.dp / micro
     memory = training_memory(shape, setups, micro * tokens, batches)
-    extra = {"nothing": 0.0, "generation weights": 2.0, "critic training": 18.0}[company]
     total = memory.resident_bytes() + memory.transient_bytes(MemoryCalibration())
-    total = total + extra * weights_per_slot(shape, setups)
+    total = total + COMPANY[company] * weights_per_slot(shape, setups)
     return {
         "seconds": work.seconds(efficiencies).tolist(),
         "bytes": total.tolist(),
@@ -97,7 +97,7 @@ def show(name: str, efficiencies: Efficiencies) -> dict[str, Any]:
         f"\nLlama-3.1-8B training, 16 A100-64GB, batch {BATCH}, {name} efficiencies; seconds and GB of d4t2p2 | d4t4p1"
     )
     print(
-        f"{'also on the slots':20s}{'micro':>6}{'recompute':>10}{'2K':>34}{'4K':>34}  t2p2 wins at 2K, only t4p1 fits at 4K"
+        f"{'also on the slots':22s}{'micro':>6}{'recompute':>10}{'2K':>34}{'4K':>34}  t2p2 wins 2K, only t4 fits 4K"
     )
     for row in lengths:
         cells = [
@@ -108,13 +108,11 @@ def show(name: str, efficiencies: Efficiencies) -> dict[str, Any]:
             for part in (row["short"], row["long"])
         ]
         verdict = f"{'yes' if row['faster_at_2k'] else 'no'}, {'yes' if row['only_t4_fits_at_4k'] else 'no'}"
-        print(
-            f"{row['also_resident']:20s}{row['micro_batch']:6d}{row['recompute']:>10}{cells[0]:>34}{cells[1]:>34}  {verdict}"
-        )
+        setting = f"{row['also_resident']:22s}{row['micro_batch']:6d}{row['recompute']:>10}"
+        print(f"{setting}{cells[0]:>34}{cells[1]:>34}  {verdict}")
     print("\nfastest degrees that fit (x micro-batch), policy training alone")
     for row in scales:
-        print(
-            f"batch {row['batch']:5d} tokens {row['tokens']:5d} recompute {row['recompute']:5s}"
-            f"  32 slots {row['best'][32]:14s} 256 slots {row['best'][256]:14s} {'differs' if row['differs'] else 'same'}"
-        )
+        setting = f"batch {row['batch']:5d} tokens {row['tokens']:5d} recompute {row['recompute']:5s}"
+        verdict = "differs" if row["differs"] else "same"
+        print(f"{setting}  32 slots {row['best'][32]:14s} 256 slots {row['best'][256]:14s} {verdict}")
     return {"lengths": lengths, "scales": scales}

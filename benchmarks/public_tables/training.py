@@ -172,6 +172,8 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
     if not seq_len or not gbs:
         return "workload not stated"
     micro_batch = min(whole(line["mbs"], 1), max(1, gbs // dp))
+    if line["source"] == "torchtitan" and pp > 1:
+        micro_batch = 1  # the source states the batch of a replica, which its pipeline cuts into single sequences
     setups = Setups.grid(
         [(Layout(tp, pp), dp, micro_batch, recompute_of(line["recompute"]))],
         sharding=sharding_of(line["sharding"]),
