@@ -63,7 +63,9 @@ class PhaseTable:
         grids = np.meshgrid(*(np.arange(len(levels)) for levels in first), indexing="ij")
         chosen = [grid.ravel() for grid in grids]
         sums = [levels[at] for levels, at in zip(first, chosen, strict=True)]
-        total: Array = np.sum(sums, axis=0, dtype=np.int64) if sums else np.zeros(1, np.int64)
+        total = np.zeros(chosen[0].size if chosen else 1, np.int64)
+        for level in sums:
+            total += level
         return total, list(chosen)
 
     def _fastest(self, slots: int) -> Array:
