@@ -291,8 +291,9 @@ class Supervisor:
         self._observer.fleet(self._fleet)
         if not self._fleet.missing(at_least=State.JOINED):
             await self._assign_joined()
-            if worker.name == REWARD:
-                for rollout in self._fleet.of(POLICY_GENERATION):
+        if worker.name == REWARD:
+            for rollout in self._fleet.of(POLICY_GENERATION):
+                if rollout.state in (State.BUILDING, State.READY, State.LIVE):
                     await self._send(rollout.name, Peers(self._fleet.peers()))
 
     async def _assign_joined(self) -> None:

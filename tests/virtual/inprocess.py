@@ -118,7 +118,7 @@ class World:
             control = self.bus.client(worker, server=SUPERVISOR)
             self._endpoints[worker] = [service, control]
             await asyncio.sleep(0.2)
-            hello = Hello(worker, control.incarnation, "here", pid, worker)
+            hello = Hello(worker, control.incarnation, "here", pid, f"{worker}#{pid}")
             await control.request(SUPERVISOR, hello, timeout_s=30)
             code = await host(self._actor(worker, control, service), control, [service])
             await control.close()

@@ -129,6 +129,21 @@ def test_a_rollout_that_hangs_is_given_up_replaced_and_never_believed_again(tmp_
     assert any(record.worker == "slot-3" for record in gone)
 
 
+def test_a_reward_service_that_dies_is_replaced_and_no_group_is_lost(tmp_path: Path) -> None:
+    config = _config(tmp_path, steps=25)
+
+    def killer(world: World) -> None:
+        world.on_step = lambda step: world.kill("reward-0") if step in (5, 11) else None
+
+    outcome, world = _run(lambda: World(config, tmp_path), killer)
+    assert outcome.finished
+    assert check_history(_records(tmp_path), staleness=1) == []
+    assert sorted(group for step in _trained(tmp_path) for group in step) == list(range(100))
+    gone = [e.record for e in read_journal(tmp_path / "journal.jsonl").entries if isinstance(e.record, WorkerGone)]
+    assert [record.worker for record in gone] == ["reward-0", "reward-0"]
+    assert not any("slot" in note for note in world.notes)
+
+
 @pytest.mark.parametrize("victim", ["slot-0", "slot-1", "weights-0"])
 def test_a_lost_trainer_or_relay_ends_the_run_with_its_name_and_the_remedy(tmp_path: Path, victim: str) -> None:
     config = _config(tmp_path)
