@@ -12,6 +12,7 @@ import numpy as np
 from public_tables.training import Row, Skipped, cluster_of, hardware_table, number, whole
 
 from nereus.control.cost import Recompute, Setups
+from nereus.control.efficiency import COLUMN, OperationClass
 from nereus.control.generation import generation_work
 from nereus.core.plan import Layout
 from nereus.core.shape import ModelShape
@@ -75,6 +76,9 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
     setups = Setups.grid([(Layout(tp, pp), dp, batch, Recompute.NONE)])
     workload = Workload(Lengths.fixed(prompt), Lengths.fixed(response), groups=batch)
     work = generation_work(shape, cluster, setups, workload, np.array([float(batch)]))
+    decode = float(work.unit_s[0, COLUMN[OperationClass.DECODE]])
+    if seconds < decode:
+        return "faster than reading the weights at peak bandwidth"
     tokens = batch * (prompt + response)
     flops = 2.0 * tokens * (shape.layers * shape.active_matrix_parameters + shape.embedding_parameters)
     engine = line["framework"].split(" (")[0]

@@ -17,6 +17,8 @@ from nereus.core.workload import Lengths, Workload
 SHAPE = load_model("llama-3.1-8b")
 CLUSTER = load_cluster("a100-64g", 8)
 
+ONE = Layout()
+
 DISTRIBUTIONS = {
     "equal": Lengths.fixed(100),
     "long tail": Lengths.log_normal(400, 1200, 4096),
@@ -53,7 +55,7 @@ def test_what_remains_has_the_mean_of_renewal_theory() -> None:
         assert remaining(lengths).mean == pytest.approx(expected, rel=0.03, abs=1)
 
 
-def seconds(responses: Lengths, live: int, *, layout: Layout = Layout(), dp: int = 1) -> float:
+def seconds(responses: Lengths, live: int, *, layout: Layout = ONE, dp: int = 1) -> float:
     workload = Workload(Lengths.fixed(256), responses, groups=64)
     setups = Setups.grid([(layout, dp, live, Recompute.NONE)])
     work = generation_work(SHAPE, CLUSTER, setups, workload, np.array([float(live)]))

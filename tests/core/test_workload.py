@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def test_a_thinned_sample_keeps_mean_and_tail(sample: list[int], count: int) -> 
     assert lengths.mean == pytest.approx(sum(sample) / len(sample), rel=0.01, abs=1)
     curve = [lengths.survivors(step) for step in (0, *lengths.tokens)]
     assert curve[0] == pytest.approx(1) and curve[-1] == 0
-    assert all(a >= b for a, b in zip(curve, curve[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(curve))
     assert lengths.mean - 1e-6 <= lengths.expected_longest(count) <= lengths.longest + 1e-6
 
 
