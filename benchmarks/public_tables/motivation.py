@@ -96,9 +96,7 @@ def show(name: str, efficiencies: Efficiencies) -> dict[str, Any]:
     print(
         f"\nLlama-3.1-8B training, 16 A100-64GB, batch {BATCH}, {name} efficiencies; seconds and GB of d4t2p2 | d4t4p1"
     )
-    print(
-        f"{'also on the slots':22s}{'micro':>6}{'recompute':>10}{'2K':>34}{'4K':>34}  t2p2 wins 2K, only t4 fits 4K"
-    )
+    print(f"{'also on the slots':22s}{'micro':>6}{'recompute':>10}{'2K':>34}{'4K':>34}  t2p2 wins 2K, only t4 fits 4K")
     for row in lengths:
         cells = [
             " | ".join(

@@ -3,8 +3,8 @@
 Owner: an ``Exchange``, which keeps one session per living peer. Pure bookkeeping: sequence numbers, what has arrived
 and what was consumed on either side, what must be sent again, when the peer was last heard. Time is an argument.
 
-Invariants (tests/bus/test_exchange.py): messages come out in the order of their numbers, each once, whatever the network
-drops, doubles or reorders; credit never exceeds the window.
+Invariants (tests/bus/test_exchange.py): messages come out in the order of their numbers, each once, whatever the
+network drops, doubles or reorders; credit never exceeds the window.
 """
 
 from __future__ import annotations
