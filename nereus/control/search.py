@@ -249,11 +249,19 @@ class _SideCurve:
             self._fits[slots] = self._combine(points) if points and small else self._boxes.fit(slots)
         return self._fits[slots]
 
+    def _possible(self, points: list[Points]) -> list[Points]:
+        """Leave out what does not fit even if the other phases keep as little as they can."""
+        least = [int(point.resident.min()) for point in points]
+        spare = self.usable - sum(least)
+        fitting = [point.resident + point.transient <= spare + own for point, own in zip(points, least, strict=True)]
+        return [Points(*(column[fits] for column in point)) for point, fits in zip(points, fitting, strict=True)]
+
     def _combine(self, points: list[Points]) -> _Fit | None:
         """Add up every combination; the fastest that fits wins, the leanest of equals."""
-        widths = tuple(len(point.seconds) for point in points)
-        if not all(widths):
+        if not all(len(point.seconds) for point in points):
             return None
+        points = self._possible(points)
+        widths = tuple(len(point.seconds) for point in points)
         seconds, resident, transient = points[0]
         for more in points[1:]:
             seconds = np.add.outer(seconds, more.seconds).ravel()
