@@ -1,8 +1,8 @@
 """Which slots does each unit get? Turns the planner's choice into a plan that moves little.
 
 Owner of the rule "keep resident state". Invariants (tests/control/test_plan_placement.py): units that run at the same
-time share no slot; memory fits on every slot; a unit that needs no change keeps its slots and its ordinal; no ordinal is
-used twice in a run; tensor groups lie inside a node wherever free slots allow it, and those that do not are named.
+time share no slot; memory fits on every slot; a unit that needs no change keeps its slots and its ordinal; no ordinal
+is used twice in a run; tensor groups lie inside a node wherever free slots allow it, and those that do not are named.
 
 Greedy and deterministic: the widest tensor groups first, whole units before parts of units, then the pairs of group and
 pipeline rank with the most resident bytes.
