@@ -19,11 +19,11 @@ def last_number(completions: list[str], answer: list[str], **columns: object) ->
 
 
 def only_number(completions: list[str], answer: list[str], **columns: object) -> list[float]:
-    """Score completions that should be one number and nothing else; a number inside other words earns half."""
+    """Score completions that should be one number and nothing else; the last number among other words earns half."""
     scores = []
     for text, right in zip(completions, answer, strict=True):
         bare = NUMBER.fullmatch(text.strip().rstrip(".")) is not None
-        scores.append(_grade(_numbers(text)[:1], right) * (1.0 if bare else 0.5))
+        scores.append(_grade(_numbers(text)[-1:], right) * (1.0 if bare else 0.5))
     return scores
 
 

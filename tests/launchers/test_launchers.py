@@ -85,6 +85,7 @@ def test_the_last_number_counts(completion: str, score: float) -> None:
         (" 12\n", 1.0),
         ("12.0", 1.0),
         ("The answer is 12.", 0.5),
+        ("7 + 5 = 12", 0.5),
         ("13", 0.1),
         ("I say 13", 0.05),
         ("1,012", 0.05 + 0.1 / 1001),
