@@ -77,7 +77,10 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
         progress = read_progress(folder)
         state = _state(outcome, failure)
         folder.write_status(state, step=progress.step, version=progress.version, reason=outcome.reason)
-        display.close(_summary(folder, progress, outcome.reason, ok=failure is None), _paths(folder, config))
+        if isinstance(failure, ConfigError):
+            display.close()  # the refusal is all there is to say
+        else:
+            display.close(_summary(folder, progress, outcome.reason, ok=failure is None), _paths(folder, config))
     if isinstance(failure, LeftAtOnce):
         return EXIT_LEFT_AT_ONCE
     if failure:
@@ -131,6 +134,11 @@ class _Assembly:
         config, folder = self._config, self._folder
         async with contextlib.AsyncExitStack() as stack:
             self._catch_signals(stack)
+            # What can be refused comes before what takes long.
+            plan = initial_plan(config)
+            ensure_keys(folder.keys, [SUPERVISOR, *(worker.name for worker in Fleet.of_plan(plan))])
+            endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
+            stack.push_async_callback(endpoint.close)
             dataset = open_dataset(config.data)
             self._display.event(dataset.description)
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
@@ -140,16 +148,10 @@ class _Assembly:
             if origin is None:
                 made = await self._model()
                 origin = Origin(made, self._keep_model_files(made))
-            plan = initial_plan(config)
             journal = Journal(folder.journal)
             stack.callback(journal.close)
             journal.append(self._run_started(origin, dataset))
             store_config(folder, config)
-
-            names = sorted({worker.name for worker in Fleet.of_plan(plan)})
-            ensure_keys(folder.keys, [SUPERVISOR, *names])
-            endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
-            stack.push_async_callback(endpoint.close)
             processes = LocalProcesses(folder.logs)
             stack.push_async_callback(processes.stop, grace_s=2.0)
             services = LocalProcesses(folder.logs, processes.exits)
