@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from nereus.core.plan import Replication
 from nereus.runtime.checkpoints import CheckpointStore
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 WORKER = Path(__file__).with_name("train_worker.py")
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import socket
 import pytest
 from jobs import Job
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 
 def _refused(job: Job, *words: str) -> str:

@@ -15,7 +15,7 @@ from nereus.backends.manifest import read_manifest
 from nereus.runtime import journal as record
 from nereus.runtime.metrics import read_metrics
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 
 def _trained(job: Job, folder: Path | None = None) -> list[int]:
