@@ -11,7 +11,6 @@ never answer in its place.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -24,8 +23,8 @@ from msgspec import Struct
 from nereus.actors.reward_function import Judgement, RewardFunction, load_reward
 from nereus.config import DataConfig
 from nereus.errors import ConfigError
+from nereus.lifeline import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 FRAME_BYTES = 64 * 1024 * 1024
 """No frame is longer than this, in either direction."""
 
@@ -128,7 +127,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 
 def main() -> None:
     """Entry of ``python -m nereus.actors.reward_child``."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != int(sys.argv[1]):  # the parent died before the kernel was asked
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -9,7 +9,6 @@ a peer's message) reaches a terminal or a file unescaped.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import unicodedata
 from collections.abc import MutableMapping
@@ -105,11 +104,6 @@ def reset_logs() -> None:
 def bind(**values: object) -> None:
     """Put ``values`` (step, version, epoch, emu, ...) on every later line of this context and of tasks made in it."""
     structlog.contextvars.bind_contextvars(**values)
-
-
-def log_to_stderr(log_format: Format, level: str, **bound: object) -> None:
-    """Log to the console only: before there is a run folder."""
-    configure_logs(file=None, log_format=log_format, level=level, console=sys.stderr, **bound)
 
 
 Event = MutableMapping[str, Any]

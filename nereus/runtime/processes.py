@@ -59,10 +59,6 @@ class LocalProcesses:
             raise NereusError(f"{worker} ended before it announced itself; see {self._logs / f'{worker}.log'}")
         return line.decode()
 
-    def pid(self, worker: str) -> int | None:
-        process = self._running.get(worker)
-        return None if process is None else process.pid
-
     def kill(self, worker: str) -> None:
         """Send SIGKILL, if the worker is still running."""
         process = self._running.get(worker)

@@ -11,7 +11,6 @@ and never outlives the supervisor that started it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
@@ -32,18 +31,12 @@ from nereus.bus.loop import run
 from nereus.bus.messages import Hello, Welcome
 from nereus.config import JobConfig
 from nereus.errors import ConfigError, NereusError, ProtocolError
+from nereus.lifeline import die_with_parent
 from nereus.runtime.folder import RunPaths
 from nereus.runtime.logs import configure_worker
 from nereus.runtime.wire import Wire, load_config
 
-PR_SET_PDEATHSIG = 1
-
 log = structlog.get_logger()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def work(paths: RunPaths, worker: str, supervisor: str) -> int:

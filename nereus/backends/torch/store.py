@@ -11,7 +11,6 @@ interfaces, so it is handed a socket that is already bound); it dies with its pa
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import signal
@@ -19,14 +18,9 @@ import socket
 import sys
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG = 1
+from nereus.lifeline import die_with_parent
+
 _KEY_TIMEOUT_S = 300.0
-
-
-def die_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when its parent ends; elsewhere do nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,7 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(host: str, port: int) -> NoReturn:
     """Hold the store, say where, and wait for a signal."""
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
     try:
         listener = bind(host, port)
     except OSError as error:
