@@ -123,14 +123,17 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def leftovers(run: str) -> Iterator[str]:
-    """Yield what a run has left behind: shared memory and processes."""
-    yield from (str(path) for path in Path("/dev/shm").glob(f"nereus-{run}-*"))
+def leftovers(run: Path) -> Iterator[str]:
+    """Yield what the run in a folder has left behind: shared memory and processes.
+
+    A process is known by the whole path of the folder among its arguments; a mere name may stand in any command.
+    """
+    yield from (str(path) for path in Path("/dev/shm").glob(f"nereus-{run.name}-*"))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                words = (entry / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
             except OSError:
                 continue
-            if f"/{run}/" in command or f" {run} " in command:
-                yield command
+            if any(Path(word).is_relative_to(run) for word in words):
+                yield " ".join(words)

@@ -70,7 +70,7 @@ def test_two_hundred_steps_with_a_killed_rollout(job: Job) -> None:
     assert (
         np.mean([row["reward/mean"] for row in rows[-20:]]) > np.mean([row["reward/mean"] for row in rows[:20]]) + 0.2
     )
-    assert not list(leftovers(job.folder.name))
+    assert not list(leftovers(job.folder))
 
 
 @pytest.mark.parametrize("victim", ["slot-0", "weights-0"])
