@@ -54,6 +54,15 @@ class RunPaths:
         return self.path.name
 
     @property
+    def host_name(self) -> str:
+        """What the run is called where names are one host's: two clones may both have a ``quickstart-001``.
+
+        It stays the same over attempts, so that one finds what a killed one has left.
+        """
+        place = self.path.stat()
+        return f"{self.name}-{place.st_dev:x}.{place.st_ino:x}"
+
+    @property
     def configs(self) -> Path:
         return self.path / "configs"
 

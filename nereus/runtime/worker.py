@@ -74,7 +74,7 @@ def _actor(
     if slot is not None:
         return SlotActor(slot, config, control, wiring, paths.rollouts)
     if worker == RELAY:
-        return WeightsActor(Relay(paths.name, worker), control, service)
+        return WeightsActor(Relay(paths.host_name, worker), control, service)
     if worker == REWARD:
         return RewardActor(config, service)
     raise ConfigError(

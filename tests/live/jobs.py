@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nereus.runtime.folder import RunPaths
 from nereus.runtime.journal import Entry, plain, read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,7 @@ def leftovers(run: Path) -> Iterator[str]:
 
     A process is known by the whole path of the folder among its arguments; a mere name may stand in any command.
     """
-    yield from (str(path) for path in Path("/dev/shm").glob(f"nereus-{run.name}-*"))
+    yield from (str(path) for path in Path("/dev/shm").glob(f"nereus-{RunPaths(run, 0).host_name}-*"))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

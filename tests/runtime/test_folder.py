@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nereus.runtime.folder import RunFolder, read_status
 
 HOLD = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from nereus.runtime.folder import RunFolder
 folder = RunFolder.open(Path(sys.argv[1]))
@@ -123,3 +125,15 @@ def test_a_damaged_status_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "STATUS").write_text('{"state": "dancing"}')
     with pytest.raises(ConfigError, match="STATUS: cannot be read"):
         read_status(tmp_path)
+
+
+def test_runs_of_one_name_in_two_places_are_told_apart_on_the_host(tmp_path: Path) -> None:
+    names = set()
+    for clone in ("a", "b"):
+        with closing(RunFolder.create(tmp_path / clone, "quickstart")) as folder:
+            names.add(folder.host_name)
+            first = folder.host_name
+            path = folder.path
+        with closing(RunFolder.open(path)) as folder:
+            assert folder.host_name == first
+    assert len(names) == 2
