@@ -132,6 +132,7 @@ def test_runs_of_one_name_in_two_places_are_told_apart_on_the_host(tmp_path: Pat
     for clone in ("a", "b"):
         with closing(RunFolder.create(tmp_path / clone, "quickstart")) as folder:
             names.add(folder.host_name)
+            folder.write_status("running")
             first = folder.host_name
             path = folder.path
         with closing(RunFolder.open(path)) as folder:
