@@ -39,7 +39,7 @@ JOB = """
 name = "versus"
 steps = {steps}
 [cluster]
-slots = 2
+slots = 3
 [model]
 path = "{model}"
 [data]
@@ -53,7 +53,7 @@ max_prompt_tokens = 32
 max_new_tokens = {new_tokens}
 max_live = 64
 [train]
-layout = "d1t1p1"
+layout = "d2t1p1"
 groups_per_step = {prompts}
 micro_batch_tokens = 8192
 learning_rate = 1e-3
