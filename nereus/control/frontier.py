@@ -4,11 +4,18 @@ A table of one concurrency group, made once per pricing: it depends neither on t
 serves every question about the same prices. Exact: the axes are the values that occur. Memory comes in few classes (it
 follows layout, micro-batch and recomputation, hardly the number of replicas), so the table is small; where it would
 not be, ``fits`` is false and the search does without.
+
+A *cell* is a pair of limits, on resident and on transient bytes. Within a cell, the slots that a phase needs to be done
+within ``t`` are the sum over its members of the fewest slots among candidates not slower than ``t``: so the phase's
+frontier has at most as many steps as its members' frontiers together, and partitioning slots needs no search. The
+frontiers of all cells lie in one sorted array: one binary search answers for all cells at once.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,127 +25,177 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Columns = tuple[Array, Array, Array, Array]
 """Slots, seconds, resident bytes, transient bytes of one member's candidates."""
 
-MOST_CELLS = 4_000_000
+MOST_CELLS = 500_000
+"""The largest table: cells times steps."""
+
+NEVER = 1 << 36
+"""More slots than any pool has: a member without a candidate yet."""
+
+_CELL = NEVER << 1
+"""What the keys of one cell span."""
 
 
-class Points(NamedTuple):
-    """The choices of a phase that no other beats in seconds, resident and transient bytes at once."""
+class Steps(NamedTuple):
+    """The frontiers of all cells: within cell ``c``, ``keys`` rise from ``c * _CELL`` as the slots needed fall."""
 
+    keys: Array
     seconds: Array
-    resident: Array
-    transient: Array
+    """Least seconds at each key; infinite at the end of each cell."""
+    slots: Array
+    """Every number of slots at which some cell changes."""
+
+
+class _Curve(NamedTuple):
+    """One member within limits: ascending slots, and minus the least seconds, ascending too."""
+
+    slots: list[int]
+    gains: list[float]
+
+    def level(self, seconds: float) -> int:
+        """Return where the fewest slots stand that make it in ``seconds``."""
+        return bisect_left(self.gains, -seconds)
 
 
 class PhaseTable:
-    """Least seconds by member, slots, resident and transient limit; and the best partition of slots among members."""
+    """Least seconds of a phase by slots and limits on memory; and the best partition of slots among its members."""
 
     def __init__(self, columns: tuple[Columns, ...]) -> None:
         self.columns = columns
         self.residents: Array = np.unique(np.concatenate([resident for _, _, resident, _ in columns]))
         self.transients: Array = np.unique(np.concatenate([transient for *_, transient in columns]))
         self.levels: list[Array] = [np.unique(slots) for slots, *_ in columns]
-        widths = [len(levels) for levels in self.levels]
-        corners = len(self.residents) * len(self.transients)
-        self.fits = max(math.prod(widths[:-1]), sum(widths)) * corners <= MOST_CELLS
-        self._points: dict[int, Points] = {}
+        self.least_slots = sum(int(levels[0]) for levels in self.levels)
+        self.cells = len(self.residents) * len(self.transients)
+        self.fits = sum(map(len, self.levels)) * self.cells <= MOST_CELLS
+        self.joined: dict[Any, Any] = {}
+        """What the search remembers of this phase and those after it on the same slots."""
+        self._fastest: dict[int, Array] = {}
 
     @cached_property
     def members(self) -> list[Array]:
-        """Least seconds within limits, one array (slot level, resident level, transient level) for each member."""
+        """Least seconds within limits, one array (cell, slot level) for each member."""
         found = list[Array]()
         for (slots, seconds, resident, transient), levels in zip(self.columns, self.levels, strict=True):
-            shape = (len(levels), len(self.residents), len(self.transients))
-            cells = np.full(shape, np.inf)
-            at = (levels.searchsorted(slots), self.residents.searchsorted(resident))
-            np.minimum.at(cells, (*at, self.transients.searchsorted(transient)), seconds)
+            cells = np.full((len(self.residents), len(self.transients), len(levels)), np.inf)
+            at = (self.residents.searchsorted(resident), self.transients.searchsorted(transient))
+            np.minimum.at(cells, (*at, levels.searchsorted(slots)), seconds)
             for axis in range(3):
                 np.minimum.accumulate(cells, axis=axis, out=cells)
-            found.append(cells)
+            found.append(cells.reshape(self.cells, len(levels)))
         return found
 
     @cached_property
-    def _splits(self) -> tuple[Array, list[Array]]:
-        """Return, for each combination of slot levels of all members but the last, their sum and each one's level."""
-        first = self.levels[:-1]
-        grids = np.meshgrid(*(np.arange(len(levels)) for levels in first), indexing="ij")
-        chosen = [grid.ravel() for grid in grids]
-        sums = [levels[at] for levels, at in zip(first, chosen, strict=True)]
-        total = np.zeros(chosen[0].size if chosen else 1, np.int64)
-        for level in sums:
-            total += level
-        return total, list(chosen)
+    def steps(self) -> Steps:
+        """Merge the members' frontiers: in each cell all their seconds in order, and the slots needed so far."""
+        times = np.concatenate(self.members, axis=1)
+        order = times.argsort(axis=1, kind="stable")
+        times = np.take_along_axis(times, order, axis=1)
+        slots = np.concatenate(self.levels)[order]
+        slots[times == np.inf] = NEVER
+        if len(self.levels) == 1:
+            needed = np.minimum.accumulate(slots, axis=1)
+        else:
+            owner = np.repeat(np.arange(len(self.levels)), [len(levels) for levels in self.levels])[order]
+            needed = np.zeros_like(slots)
+            for member in range(len(self.levels)):
+                needed += np.minimum.accumulate(np.where(owner == member, slots, NEVER), axis=1)
+            np.minimum(needed, NEVER, out=needed)
+        # A step counts where fewer slots suffice than at the one before; each cell ends with one that always suffices.
+        ends = np.full((self.cells, 1), NEVER)
+        kept = needed < np.concatenate([ends, needed[:, :-1]], axis=1)
+        needed = np.concatenate([needed, ends - NEVER - 1], axis=1)
+        times = np.concatenate([times, np.full((self.cells, 1), np.inf)], axis=1)
+        kept = np.concatenate([kept, ends > 0], axis=1)
+        keys = np.arange(0, self.cells * _CELL, _CELL)[:, None] + (NEVER - needed)
+        used = np.unique(needed[kept])
+        return Steps(keys[kept], times[kept], used[used >= 0])
 
-    def _fastest(self, slots: int) -> Array:
-        """Return the phase's least seconds (resident level, transient level) when its members share ``slots``."""
-        *first, last = self.members
-        sums, chosen = self._splits
-        left = slots - sums
-        possible = np.flatnonzero(left >= self.levels[-1][0])
-        if not len(possible):
-            return np.full(last.shape[1:], np.inf)
-        rest = self.levels[-1].searchsorted(left[possible], side="right") - 1
-        if not first:
-            alone: Array = last[rest[0]]
-            return alone
-        slowest = last[rest]
-        for cells, at in zip(first, chosen, strict=True):
-            np.maximum(slowest, cells[at[possible]], out=slowest)
-        fastest: Array = slowest.min(axis=0)
-        return fastest
+    def fastest(self, slots: int) -> Array:
+        """Return the least seconds with ``slots`` in each cell, infinite where nothing fits."""
+        found = self._fastest.get(slots)
+        if found is None:
+            keys, seconds, _ = self.steps
+            found = self._fastest[slots] = seconds[keys.searchsorted(self._starts - slots)]
+        return found
+
+    @cached_property
+    def _starts(self) -> Array:
+        return np.arange(NEVER, self.cells * _CELL, _CELL)
+
+    def curve(self, cells: Array) -> tuple[list[int], list[float]]:
+        """Return each number of slots at which something changes, and the least seconds in any of ``cells``."""
+        keys, seconds, slots = self.steps
+        found = seconds[keys.searchsorted(self._starts[cells] - slots[:, None])].min(axis=1)
+        return slots.tolist(), found.tolist()
 
     def forget(self) -> None:
         """Drop the answers to single questions, keep the table: for measurements."""
-        self._points.clear()
-
-    def points(self, slots: int) -> Points:
-        """Return the undominated choices with ``slots``: corners where both a tighter limit and less time differ."""
-        if slots not in self._points:
-            fastest = self._fastest(slots)
-            corner = np.isfinite(fastest)
-            corner[1:] &= fastest[1:] < fastest[:-1]
-            corner[:, 1:] &= fastest[:, 1:] < fastest[:, :-1]
-            rows, columns = np.nonzero(corner)
-            self._points[slots] = Points(fastest[rows, columns], self.residents[rows], self.transients[columns])
-        return self._points[slots]
+        self._fastest.clear()
+        for kept in self.joined.values():
+            kept.forget()
 
     def spread(self, slots: int, resident: int, transient: int) -> tuple[int, ...]:
         """Return candidate numbers by member: the slowest member as fast as can be, then the next slowest, and so on.
 
         A member with slack gets more of it that way: predictions are never perfect. The limits must be reachable.
         """
-        row = int(self.residents.searchsorted(resident, side="right")) - 1
-        column = int(self.transients.searchsorted(transient, side="right")) - 1
-        curves = [
-            list(zip(levels.tolist(), cells[:, row, column].tolist(), strict=True))
-            for levels, cells in zip(self.levels, self.members, strict=True)
-        ]
+        curves = self._curves(resident, transient)
         chosen: dict[int, int] = {}
-        left = slots
-        while len(chosen) < len(curves):
-            rest = [member for member in range(len(curves)) if member not in chosen]
-            member, level, seconds = _bottleneck({member: curves[member] for member in rest}, left)
-            chosen[member] = self._number(member, level, seconds, resident, transient)
-            left -= level
+        left, rest = slots, list(range(len(curves)))
+        while rest:
+            member, level = _bottleneck(curves, rest, left)
+            price = curves[member].slots[level], -curves[member].gains[level]
+            chosen[member] = self._number(member, *price, resident, transient)
+            left -= price[0]
+            rest.remove(member)
         return tuple(chosen[member] for member in range(len(curves)))
+
+    def _curves(self, resident: int, transient: int) -> list[_Curve]:
+        """Return each member's frontier within limits, without the levels at which nothing fits."""
+        if not self.fits:
+            return [_within(*columns, resident, transient) for columns in self.columns]
+        row = int(self.residents.searchsorted(resident, "right")) - 1
+        cell = row * len(self.transients) + int(self.transients.searchsorted(transient, "right")) - 1
+        found = list[_Curve]()
+        for levels, table in zip(self.levels, self.members, strict=True):
+            gains = (-table[cell]).tolist()
+            first = bisect_right(gains, -math.inf)
+            found.append(_Curve(levels[first:].tolist(), gains[first:]))
+        return found
 
     def _number(self, member: int, level: int, time: float, resident: int, transient: int) -> int:
         """Return the first candidate of ``member`` with this price within the limits."""
         slots, seconds, kept, passing = self.columns[member]
-        return int(np.argmax((seconds == time) & (slots == level) & (kept <= resident) & (passing <= transient)))
+        for number in np.flatnonzero(seconds == time).tolist():
+            if slots[number] == level and kept[number] <= resident and passing[number] <= transient:
+                return int(number)
+        raise AssertionError(f"no candidate of member {member} takes {time} s on {level} slots")
 
 
-def _bottleneck(curves: dict[int, list[tuple[int, float]]], slots: int) -> tuple[int, int, float]:
-    """Return the member that is slowest when all are as fast as ``slots`` allow, with its slots and seconds.
+def _within(slots: Array, seconds: Array, kept: Array, passing: Array, resident: int, transient: int) -> _Curve:
+    """Return a frontier without a table."""
+    rows = np.flatnonzero((kept <= resident) & (passing <= transient))
+    rows = rows[np.lexsort((seconds[rows], slots[rows]))]
+    least = np.minimum.accumulate(seconds[rows])
+    better = rows[np.diff(least, prepend=np.inf) < 0]
+    return _Curve(slots[better].tolist(), (-seconds[better]).tolist())
 
-    All begin with the fewest slots; the slowest gets more until it cannot be helped.
-    """
-    at = {member: next(i for i, (_, time) in enumerate(curve) if time < math.inf) for member, curve in curves.items()}
-    left = slots - sum(curves[member][level][0] for member, level in at.items())
-    while True:
-        slowest = max(at, key=lambda member: curves[member][at[member]][1])
-        level, seconds = curves[slowest][at[slowest]]
-        better = next((i for i, (_, time) in enumerate(curves[slowest]) if time < seconds), None)
-        if better is None or curves[slowest][better][0] - level > left:
-            return slowest, level, seconds
-        left -= curves[slowest][better][0] - level
-        at[slowest] = better
+
+def _bottleneck(curves: Sequence[_Curve], members: Sequence[int], slots: int) -> tuple[int, int]:
+    """Return the member that is slowest when all ``members`` are as fast as ``slots`` allow, and its level."""
+    if len(members) == 1:
+        (member,) = members
+        curve = curves[member]
+        return member, curve.level(-curve.gains[bisect_right(curve.slots, slots) - 1])
+    floor = max(-curves[member].gains[-1] for member in members)
+    times = sorted({-gain for member in members for gain in curves[member].gains if -gain >= floor})
+
+    def suffices(seconds: float) -> bool:
+        return sum(curves[member].slots[curves[member].level(seconds)] for member in members) <= slots
+
+    least = times[bisect_left(times, True, key=suffices)]
+    for member in members:
+        level = curves[member].level(least)
+        if -curves[member].gains[level] == least:
+            return member, level
+    raise AssertionError("some member takes as long as all of them")

@@ -22,15 +22,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
-from nereus.control.frontier import MOST_CELLS, Array, Points
+from nereus.control.frontier import MOST_CELLS, Array, PhaseTable
 from nereus.control.problem import (
     Candidate,
     Infeasible,
@@ -48,6 +48,9 @@ _NEVER = 1 << 40
 """More slots than any pool has: a member without a candidate yet."""
 
 MOST_SUMS = 100_000
+
+MOST_KEPT = 8
+"""So many capacities are remembered for each side."""
 
 
 class _Pick(NamedTuple):
@@ -70,8 +73,11 @@ class _Fit(NamedTuple):
 class _Curve(Protocol):
     """Latency against slots: falls or stays as slots are added."""
 
+    least_slots: int
+    """Fewer are never enough, whatever the memory."""
+
     @property
-    def steps(self) -> Array:
+    def steps(self) -> list[int]:
         """Return ascending numbers of slots between which nothing changes; below the first nothing fits."""
 
     def seconds(self, slots: int) -> float:
@@ -210,30 +216,117 @@ def _halves(box: _Box, used: tuple[int, ...]) -> Iterator[_Box]:
     yield _Box((*box.low[:at], cut + 1, *box.low[at + 1 :]), box.high)
 
 
+class _Joint:
+    """Phases on the same slots: for each combination of limits that memory allows, the cell of each phase's table.
+
+    All phases share one limit on transient bytes; the phase with most limits on resident bytes takes what is left.
+    """
+
+    def __init__(self, tables: tuple[PhaseTable, ...], usable: int) -> None:
+        self.tables = tables
+        self.cells = _combinations(tables, usable)
+        self._fits: dict[int, tuple[float, int]] = {}
+
+    def forget(self) -> None:
+        self._fits.clear()
+
+    def fit(self, slots: int) -> tuple[float, int]:
+        """Return the least seconds with ``slots`` and the number of the combination, infinite where nothing fits."""
+        found = self._fits.get(slots)
+        if found is None:
+            first, *others = zip(self.tables, self.cells, strict=True)
+            seconds = first[0].fastest(slots)[first[1]]
+            for table, cells in others:
+                seconds += table.fastest(slots)[cells]
+            at = int(seconds.argmin()) if len(seconds) else -1
+            found = self._fits[slots] = (float(seconds[at]), at) if at >= 0 else (math.inf, at)
+        return found
+
+    def limits(self, slots: int, at: int) -> _Fit:
+        """Return the tightest limits on memory that leave combination ``at`` as fast as it is."""
+        views = [
+            (
+                table,
+                table.fastest(slots).reshape(len(table.residents), -1),
+                *divmod(int(cells[at]), len(table.transients)),
+            )
+            for table, cells in zip(self.tables, self.cells, strict=True)
+        ]
+        seconds = [float(fastest[row, column]) for _, fastest, row, column in views]
+        transient = max(
+            int(table.transients[(fastest[row] == least).argmax()])
+            for (table, fastest, row, _), least in zip(views, seconds, strict=True)
+        )
+        residents = list[int]()
+        for (table, fastest, _, _), least in zip(views, seconds, strict=True):
+            column = int(table.transients.searchsorted(transient, "right")) - 1
+            residents.append(int(table.residents[(fastest[:, column] <= least).argmax()]))
+        return _Fit(sum(seconds), tuple(residents), transient)
+
+    @cached_property
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Return slots and least seconds of a phase that is alone."""
+        (table,), (cells,) = self.tables, self.cells
+        return table.curve(cells) if len(cells) else ([], [])
+
+
+def _combinations(tables: Sequence[PhaseTable], usable: int) -> list[Array]:
+    """Return, by phase, the cells of all combinations of limits within ``usable`` that are worth a look."""
+    widest = max(range(len(tables)), key=lambda phase: len(tables[phase].residents))
+    others = [phase for phase in range(len(tables)) if phase != widest]
+    transients = np.unique(np.concatenate([table.transients for table in tables]))
+    columns = [table.transients.searchsorted(transients, "right") - 1 for table in tables]
+    possible = np.logical_and.reduce([column >= 0 for column in columns])
+    counts = [len(tables[phase].residents) for phase in others]
+    rows = np.indices(counts).reshape(len(others), math.prod(counts))
+    left = usable - transients[possible]
+    taken = np.zeros(rows.shape[1], np.int64)
+    for phase, row in zip(others, rows, strict=True):
+        taken += tables[phase].residents[row]
+    rest = tables[widest].residents.searchsorted(left - taken[:, None], "right") - 1
+    group, column = np.nonzero(rest >= 0)
+    found = list[Array]()
+    for phase, table in enumerate(tables):
+        row = rest[group, column] if phase == widest else rows[others.index(phase)][group]
+        found.append(row * len(table.transients) + columns[phase][possible][column])
+    return found
+
+
 class _SideCurve:
-    """Phases one after the other on the same slots: every combination of undominated choices, or boxes."""
+    """Phases one after the other on the same slots: every combination of limits on memory, or boxes."""
 
     def __init__(self, side: Side, usable: int) -> None:
         self.side = side
         self.usable = usable
+        self.least_slots = max(phase.table.least_slots for phase in side)
+        self._joint = _joint(tuple(phase.table for phase in side), usable)
         self._fits: dict[int, _Fit | None] = {}
 
     @cached_property
-    def steps(self) -> Array:
-        """Return the sums of slots of each phase's members, where all phases have enough."""
+    def steps(self) -> list[int]:
+        """Return the slots at which some phase changes, where all phases have enough."""
+        if self._joint and len(self.side) == 1:
+            return self._joint.curve[0]
         steps = np.unique(np.concatenate([_sums(phase.table.levels) for phase in self.side]))
-        return steps[steps >= _least_slots(self.side)]
+        found: list[int] = steps[steps >= self.least_slots].tolist()
+        return found
 
     @cached_property
     def _boxes(self) -> _Boxes:
         return _Boxes(self.side, self.usable)
 
     def seconds(self, slots: int) -> float:
-        fit = self._fit(slots)
-        return fit.seconds if fit else math.inf
+        if not self._joint:
+            fit = self._fit(slots)
+            return fit.seconds if fit else math.inf
+        if len(self.side) == 1:
+            steps, seconds = self._joint.curve
+            at = bisect_right(steps, slots)
+            return seconds[at - 1] if at else math.inf
+        return self._joint.fit(slots)[0]
 
     def numbers(self, slots: int) -> tuple[int, ...]:
-        fit = self._fit(slots)
+        fit = self._joint.limits(slots, self._joint.fit(slots)[1]) if self._joint else self._fit(slots)
         assert fit is not None
         spread = (
             phase.table.spread(slots, resident, fit.transient)
@@ -243,40 +336,23 @@ class _SideCurve:
 
     def _fit(self, slots: int) -> _Fit | None:
         if slots not in self._fits:
-            tables = [phase.table for phase in self.side]
-            points = [table.points(slots) for table in tables] if all(table.fits for table in tables) else None
-            small = points is not None and math.prod(len(point.seconds) for point in points) <= MOST_CELLS
-            self._fits[slots] = self._combine(points) if points and small else self._boxes.fit(slots)
+            self._fits[slots] = self._boxes.fit(slots)
         return self._fits[slots]
 
-    def _possible(self, points: list[Points]) -> list[Points]:
-        """Leave out what does not fit even if the other phases keep as little as they can."""
-        least = [int(point.resident.min()) for point in points]
-        spare = self.usable - sum(least)
-        fitting = [point.resident + point.transient <= spare + own for point, own in zip(points, least, strict=True)]
-        return [Points(*(column[fits] for column in point)) for point, fits in zip(points, fitting, strict=True)]
 
-    def _combine(self, points: list[Points]) -> _Fit | None:
-        """Add up every combination; the fastest that fits wins, the leanest of equals."""
-        if not all(len(point.seconds) for point in points):
-            return None
-        points = self._possible(points)
-        widths = tuple(len(point.seconds) for point in points)
-        seconds, resident, transient = points[0]
-        for more in points[1:]:
-            seconds = np.add.outer(seconds, more.seconds).ravel()
-            resident = np.add.outer(resident, more.resident).ravel()
-            transient = np.maximum.outer(transient, more.transient).ravel()
-        memory = resident + transient
-        fitting = np.flatnonzero(memory <= self.usable)
-        if not len(fitting):
-            return None
-        times = seconds[fitting]
-        equal = fitting[times == times.min()]
-        at = int(equal[memory[equal].argmin()])
-        corners = np.unravel_index(at, widths)
-        residents = tuple(int(point.resident[corner]) for point, corner in zip(points, corners, strict=True))
-        return _Fit(float(seconds[at]), residents, int(transient[at]))
+def _joint(tables: tuple[PhaseTable, ...], usable: int) -> _Joint | None:
+    """Return the combinations of a side's tables, made once for each capacity; None where they are too many."""
+    kept = tables[0].joined
+    key = (*tables[1:], usable)
+    if key not in kept:
+        limits = sorted(len(table.residents) for table in tables)
+        transients = sum(len(table.transients) for table in tables)
+        small = all(table.fits for table in tables) and math.prod(limits[:-1]) * transients <= MOST_CELLS
+        if len(kept) >= MOST_KEPT:
+            kept.clear()
+        kept[key] = _Joint(tables, usable) if small else None
+    found: _Joint | None = kept[key]
+    return found
 
 
 def _sums(levels: list[Array]) -> Array:
@@ -290,21 +366,18 @@ def _sums(levels: list[Array]) -> Array:
     return sums
 
 
-def _least_slots(side: Side) -> int:
-    """Return the slots below which no choice exists, whatever the memory."""
-    return max(sum(int(levels[0]) for levels in phase.table.levels) for phase in side)
-
-
 class _Split:
     """Two sides on disjoint slots. The share of the left one is one of its steps, the right one gets the rest."""
 
     def __init__(self, left: _Curve, right: _Curve) -> None:
         self.left, self.right = left, right
+        self.least_slots = left.least_slots + right.least_slots
         self._shares: dict[int, int | None] = {}
 
     @cached_property
-    def steps(self) -> Array:
-        return _sums([self.left.steps, self.right.steps])
+    def steps(self) -> list[int]:
+        found: list[int] = _sums([np.array(self.left.steps), np.array(self.right.steps)]).tolist()
+        return found
 
     def numbers(self, slots: int) -> tuple[int, ...]:
         share = self._share(slots)
@@ -313,45 +386,63 @@ class _Split:
 
     def seconds(self, slots: int) -> float:
         share = self._share(slots)
-        return math.inf if share is None else self._joint(share, slots)
+        return math.inf if share is None else self._joint(self.left.seconds(share), self.right.seconds(slots - share))
 
     def _share(self, slots: int) -> int | None:
         if slots not in self._shares:
-            last = slots - int(self.right.steps[0])
-            shares = self._promising(
-                self.left.steps[: self.left.steps.searchsorted(last, side="right")].tolist(), slots
-            )
-            self._shares[slots] = min(shares, key=lambda share: self._joint(share, slots), default=None)
+            steps = self.left.steps
+            shares = steps[: bisect_right(steps, slots - self.right.least_slots)]
+            self._shares[slots] = self._best(shares, slots) if shares else None
         return self._shares[slots]
 
-    def _joint(self, share: int, slots: int) -> float:
+    def _joint(self, left: float, right: float) -> float:
+        """Return the latency of both."""
         raise NotImplementedError
 
-    def _promising(self, shares: list[int], slots: int) -> list[int]:
-        """Return the shares among which the best is."""
+    def _best(self, shares: list[int], slots: int) -> int:
+        """Return the best of the shares."""
         raise NotImplementedError
 
 
 class _Beside(_Split):
     """Both sides at the same time: the slower one counts."""
 
-    def _joint(self, share: int, slots: int) -> float:
-        return max(self.left.seconds(share), self.right.seconds(slots - share))
+    def _joint(self, left: float, right: float) -> float:
+        return max(left, right)
 
-    def _promising(self, shares: list[int], slots: int) -> list[int]:
+    def _best(self, shares: list[int], slots: int) -> int:
         """Find where the left side is no longer the slower one: the best is there or just before."""
         at = bisect_left(shares, True, key=lambda share: self.left.seconds(share) <= self.right.seconds(slots - share))
-        return shares[max(at - 1, 0) : at + 1]
+        near = shares[max(at - 1, 0) : at + 1]
+        return min(near, key=lambda share: max(self.left.seconds(share), self.right.seconds(slots - share)))
 
 
 class _After(_Split):
     """One side waits for the other: their times add."""
 
-    def _joint(self, share: int, slots: int) -> float:
+    def _joint(self, left: float, right: float) -> float:
+        return left + right
+
+    def _best(self, shares: list[int], slots: int) -> int:
+        """Branch and bound on intervals: none is faster than its left side at its end, its right side at its start."""
+        first, last = shares[0], shares[-1]
+        best = min((self._total(first, slots), first), (self._total(last, slots), last))
+        heap = [(self._bound(first, last, slots), 0, len(shares) - 1)]
+        while heap and heap[0][0] < best[0]:
+            _, low, high = heapq.heappop(heap)
+            middle = (low + high) // 2
+            if middle == low:
+                continue
+            best = min(best, (self._total(shares[middle], slots), shares[middle]))
+            for start, end in ((low, middle), (middle, high)):
+                heapq.heappush(heap, (self._bound(shares[start], shares[end], slots), start, end))
+        return best[1]
+
+    def _total(self, share: int, slots: int) -> float:
         return self.left.seconds(share) + self.right.seconds(slots - share)
 
-    def _promising(self, shares: list[int], slots: int) -> list[int]:
-        return shares
+    def _bound(self, start: int, end: int, slots: int) -> float:
+        return self.left.seconds(end) + self.right.seconds(slots - start)
 
 
 def solve(problem: Problem, *, runners_up: int = 0) -> Solution | Infeasible:
@@ -380,7 +471,7 @@ def _curve(problem: Problem, usable: int) -> _Curve:
 
 def _shortfall(problem: Problem) -> Infeasible:
     """Say which constraint keeps every plan out, and by exactly how much."""
-    needed = sum(map(_least_slots, problem.sides))
+    needed = sum(max(phase.table.least_slots for phase in side) for side in problem.sides)
     if needed > problem.pool:
         short = needed - problem.pool
         return Infeasible("slots", short, f"the smallest plan needs {needed} slots, the pool has {problem.pool}")
