@@ -35,6 +35,12 @@ _CELL = NEVER << 1
 """What the keys of one cell span."""
 
 
+def distinct(values: Array) -> Array:
+    """Return the values in ascending order, each once: by sorting, which beats numpy's hashing on a few thousand."""
+    ordered = np.sort(values)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
+
+
 class Steps(NamedTuple):
     """The frontiers of all cells: within cell ``c``, ``keys`` rise from ``c * _CELL`` as the slots needed fall."""
 
@@ -51,19 +57,15 @@ class _Curve(NamedTuple):
     slots: list[int]
     gains: list[float]
 
-    def level(self, seconds: float) -> int:
-        """Return where the fewest slots stand that make it in ``seconds``."""
-        return bisect_left(self.gains, -seconds)
-
 
 class PhaseTable:
     """Least seconds of a phase by slots and limits on memory; and the best partition of slots among its members."""
 
     def __init__(self, columns: tuple[Columns, ...]) -> None:
         self.columns = columns
-        self.residents: Array = np.unique(np.concatenate([resident for _, _, resident, _ in columns]))
-        self.transients: Array = np.unique(np.concatenate([transient for *_, transient in columns]))
-        self.levels: list[Array] = [np.unique(slots) for slots, *_ in columns]
+        self.residents: Array = distinct(np.concatenate([resident for _, _, resident, _ in columns]))
+        self.transients: Array = distinct(np.concatenate([transient for *_, transient in columns]))
+        self.levels: list[Array] = [distinct(slots) for slots, *_ in columns]
         self.least_slots = sum(int(levels[0]) for levels in self.levels)
         self.cells = len(self.residents) * len(self.transients)
         self.fits = sum(map(len, self.levels)) * self.cells <= MOST_CELLS
@@ -107,7 +109,7 @@ class PhaseTable:
         times = np.concatenate([times, np.full((self.cells, 1), np.inf)], axis=1)
         kept = np.concatenate([kept, ends > 0], axis=1)
         keys = np.arange(0, self.cells * _CELL, _CELL)[:, None] + (NEVER - needed)
-        used = np.unique(needed[kept])
+        used = distinct(needed[kept])
         return Steps(keys[kept], times[kept], used[used >= 0])
 
     def fastest(self, slots: int) -> Array:
@@ -148,7 +150,7 @@ class PhaseTable:
             chosen[member] = self._number(member, *price, resident, transient)
             left -= price[0]
             rest.remove(member)
-        return tuple(chosen[member] for member in range(len(curves)))
+        return tuple([chosen[member] for member in range(len(curves))])
 
     def _curves(self, resident: int, transient: int) -> list[_Curve]:
         """Return each member's frontier within limits, without the levels at which nothing fits."""
@@ -166,7 +168,7 @@ class PhaseTable:
     def _number(self, member: int, level: int, time: float, resident: int, transient: int) -> int:
         """Return the first candidate of ``member`` with this price within the limits."""
         slots, seconds, kept, passing = self.columns[member]
-        for number in np.flatnonzero(seconds == time).tolist():
+        for number in (seconds == time).nonzero()[0].tolist():
             if slots[number] == level and kept[number] <= resident and passing[number] <= transient:
                 return int(number)
         raise AssertionError(f"no candidate of member {member} takes {time} s on {level} slots")
@@ -186,16 +188,24 @@ def _bottleneck(curves: Sequence[_Curve], members: Sequence[int], slots: int) ->
     if len(members) == 1:
         (member,) = members
         curve = curves[member]
-        return member, curve.level(-curve.gains[bisect_right(curve.slots, slots) - 1])
-    floor = max(-curves[member].gains[-1] for member in members)
-    times = sorted({-gain for member in members for gain in curves[member].gains if -gain >= floor})
-
-    def suffices(seconds: float) -> bool:
-        return sum(curves[member].slots[curves[member].level(seconds)] for member in members) <= slots
-
-    least = times[bisect_left(times, True, key=suffices)]
+        return member, bisect_left(curve.gains, curve.gains[bisect_right(curve.slots, slots) - 1])
+    # The search runs over minus seconds, as the curves do. Nobody is faster than the slowest member's best.
+    chosen = [curves[member] for member in members]
+    floor = min([curve.gains[-1] for curve in chosen])
+    gains = sorted({gain for curve in chosen for gain in curve.gains if gain <= floor})
+    low, high = 0, len(gains) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        gain = gains[middle]
+        needed = 0
+        for curve in chosen:
+            needed += curve.slots[bisect_left(curve.gains, gain)]
+        if needed <= slots:
+            low = middle
+        else:
+            high = middle - 1
     for member in members:
-        level = curves[member].level(least)
-        if -curves[member].gains[level] == least:
+        level = bisect_left(curves[member].gains, gains[low])
+        if curves[member].gains[level] == gains[low]:
             return member, level
     raise AssertionError("some member takes as long as all of them")

@@ -67,12 +67,12 @@ class Member(Struct, frozen=True, dict=True):
     @cached_property
     def columns(self) -> Columns:
         """Slots, seconds, resident bytes and transient bytes of the candidates, in their order."""
-        count, rows = len(self.candidates), self.candidates
+        rows = self.candidates
         return (
-            np.fromiter((row.dp * row.layout.tp * row.layout.pp for row in rows), np.int64, count),
-            np.fromiter((row.seconds for row in rows), np.float64, count),
-            np.fromiter((row.resident_bytes for row in rows), np.int64, count),
-            np.fromiter((row.transient_bytes for row in rows), np.int64, count),
+            np.array([row.dp * row.layout.tp * row.layout.pp for row in rows], np.int64),
+            np.array([row.seconds for row in rows], np.float64),
+            np.array([row.resident_bytes for row in rows], np.int64),
+            np.array([row.transient_bytes for row in rows], np.int64),
         )
 
 

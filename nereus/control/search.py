@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from nereus.control.frontier import MOST_CELLS, Array, PhaseTable
+from nereus.control.frontier import MOST_CELLS, Array, PhaseTable, distinct
 from nereus.control.problem import (
     Candidate,
     Infeasible,
@@ -274,7 +274,7 @@ def _combinations(tables: Sequence[PhaseTable], usable: int) -> list[Array]:
     """Return, by phase, the cells of all combinations of limits within ``usable`` that are worth a look."""
     widest = max(range(len(tables)), key=lambda phase: len(tables[phase].residents))
     others = [phase for phase in range(len(tables)) if phase != widest]
-    transients = np.unique(np.concatenate([table.transients for table in tables]))
+    transients = distinct(np.concatenate([table.transients for table in tables]))
     columns = [table.transients.searchsorted(transients, "right") - 1 for table in tables]
     possible = np.logical_and.reduce([column >= 0 for column in columns])
     counts = [len(tables[phase].residents) for phase in others]
