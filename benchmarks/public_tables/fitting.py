@@ -19,7 +19,7 @@ from nereus.control.efficiency import CLASSES, Efficiencies, regress
 
 Array = npt.NDArray[np.float64]
 
-LEVELS = ((0.5, 0.0), (0.2, 0.3), (0.2, 0.3), (0.2, 0.2))
+LEVELS = ((0.5, 0.0), (0.2, 0.3), (0.2, 0.3), (0.2, 0.2), (0.0, 0.15))
 """Prior standard deviations of each level's offsets: one class, and all classes together."""
 
 
@@ -27,8 +27,8 @@ def family(row: Row) -> str:
     return f"{row.source} {row.arch} {row.precision}"
 
 
-def labels(row: Row) -> tuple[str, str, str, str]:
-    return "everywhere", f"{row.arch} {row.precision}", row.source, family(row)
+def labels(row: Row) -> tuple[str, ...]:
+    return "everywhere", f"{row.arch} {row.precision}", row.source, family(row), row.software
 
 
 def fold(row: Row, seed: int, folds: int) -> int:

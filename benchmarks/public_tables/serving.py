@@ -105,5 +105,7 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
         prompt + response,
         batch,
         False,
+        True,
         cluster,
+        line["framework"],
     )

@@ -22,6 +22,23 @@ UNGATED = ("gpt", "bloom", "mpt", "megatron", "nemotron", "starcoder", "opt", "f
 """Model names whose feed-forward has two matrices; all others have a gate."""
 
 
+UNFUSED = (
+    ("bigscience", ""),
+    ("amp-trials", ""),
+    ("megatron-sc21", ""),
+    ("korthikanti-2022", ""),
+    ("sailor-validation", ""),
+    ("jax-toolbox-pax", "BF16"),
+)
+"""Sources older than fused attention or built without it, with the precision text that says so ("" for all)."""
+
+WINDOW = {"mistral-7b": 4096}
+"""Tokens that attention looks back, by the start of the model's name."""
+
+TR11_HEADS = {14400: 96}
+"""bigscience-tr11 states the heads of this width once, at the head of a section (lines 390 and 428 of its file)."""
+
+
 class Row(NamedTuple):
     """One measured training configuration."""
 
@@ -47,7 +64,9 @@ class Row(NamedTuple):
     seq_len: int
     gbs: int
     sequence_parallel: bool
+    fused_attention: bool
     cluster: Cluster
+    software: str
 
 
 class Skipped(NamedTuple):
@@ -104,11 +123,20 @@ def recompute_of(text: str) -> Recompute:
 
 def sharding_of(text: str) -> Sharding:
     lowered = text.lower()
-    if "fsdp" in lowered or "full_shard" in lowered or "hsdp" in lowered:
-        return Sharding.PARAMETERS
-    if any(part in lowered for part in ("zero-1", "zero1", "dist-opt", "stage1", "stage2", "grad_op", "zero (")):
-        return Sharding.NONE if lowered.endswith("x1") else Sharding.OPTIMIZER
+    if lowered.endswith(("x1", " fsdp1")) or ("zero1 group" in lowered and not lowered.endswith("-1")):
+        return Sharding.NONE  # shared by nobody, or by the slots of one node, which gather at little cost
+    if any(part in lowered for part in ("fsdp", "full_shard", "hsdp", "zero (no pp)")):
+        return Sharding.PARAMETERS  # 52B of ZeRO without tensor or pipeline degrees fit on 32 GB in no other way
+    if "stage2" in lowered or "grad_op" in lowered:
+        return Sharding.GRADIENTS
+    if any(part in lowered for part in ("zero-1", "zero1", "dist-opt", "stage1")):
+        return Sharding.OPTIMIZER
     return Sharding.NONE
+
+
+def attended(seq_len: int, window: int) -> float:
+    """Return the square of the length with equal causal attention, when each token sees ``window`` tokens at most."""
+    return float(seq_len**2 if seq_len <= window else 2 * window * seq_len - window**2)
 
 
 def shape_of(row: dict[str, str]) -> ModelShape | None:
@@ -116,7 +144,7 @@ def shape_of(row: dict[str, str]) -> ModelShape | None:
     layers, hidden = whole(row["layers"], 0), whole(row["hidden"], 0)
     if not layers or not hidden:
         return None
-    heads = whole(row["heads"], max(1, hidden // 128))
+    heads = whole(row["heads"], TR11_HEADS.get(hidden, max(1, hidden // 128)))
     name = row["model"].lower()
     gated = not any(part in name for part in UNGATED)
     ffn = whole(row["ffn"], 4 * hidden if not gated else int(8 * hidden / 3))
@@ -156,6 +184,8 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
     step = number(line["step_time_s"])
     if not step > 0 and not out_of_memory:
         return "no step time"
+    if f"grad all-reduce part {line['step_time_s']};" in line.get("note", ""):
+        return "suspicious: the step is its own gradient sum"
     tp, pp = whole(line["tp"], 0), whole(line["pp"], 0)
     cp, gpus = whole(line["cp"], 1), whole(line["gpus"], 0)
     if not tp or not pp or not gpus:
@@ -181,13 +211,16 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
         vp=whole(line["vp"], 1),
     )
     sequence_parallel = tp > 1 and line["source"] not in ("bigscience-tr11", "bigscience-v100", "amp-trials")
+    window = next((size for name, size in WINDOW.items() if line["model"].lower().startswith(name)), seq_len)
+    fused = not any(line["source"].startswith(name) and text in ("", line["precision"]) for name, text in UNFUSED)
     work = pass_work(
         shape,
         cluster,
         setups,
-        Passes(gbs, float(gbs) * seq_len, float(gbs) * seq_len**2),
+        Passes(gbs, float(gbs) * seq_len, float(gbs) * attended(seq_len, window)),
         pipeline_outermost=True,
         sequence_parallel=sequence_parallel,
+        fused_attention=fused,
     )
     tokens = float(gbs) * seq_len
     attention = 6.0 * shape.layers * seq_len * shape.heads * shape.head_dim
@@ -217,5 +250,7 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
         seq_len,
         gbs,
         sequence_parallel,
+        fused,
         cluster,
+        " ".join(line.get(name, "") or "" for name in ("source", "framework", "commit", "precision")),
     )

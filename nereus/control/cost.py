@@ -15,7 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from nereus.control.collectives import all_gather_share, all_reduce_share, latency_s, ring_bytes_per_s
+from nereus.control.collectives import (
+    all_gather_share,
+    all_reduce_share,
+    latency_s,
+    ring_bytes_per_s,
+    ring_latency_s,
+)
 from nereus.control.efficiency import Array, Flags, OperationClass, Work
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout
@@ -26,6 +32,15 @@ COMPUTE_BYTES = 2.0
 
 STATE_BYTES = 4.0
 """Bytes of a 32-bit value: masters, moments, gradients."""
+
+SCORE_PASSES = 5.0
+"""How often an attention that stores its scores moves them per forward pass: product, softmax, dropout, product."""
+
+UNALIGNED_HEAD = 6.0
+"""Ours: how much longer attention takes when heads are not a multiple of 8 wide, too odd for matrix units."""
+
+TENSORS_PER_LAYER = 7
+"""Weight matrices of a layer: backends that share the optimizer only gather each by itself."""
 
 KERNELS_PER_LAYER = 12
 KERNEL_START_S = 4e-6
@@ -47,7 +62,10 @@ class Sharding(enum.IntEnum):
 
     NONE = 0
     OPTIMIZER = 1
-    PARAMETERS = 2
+    GRADIENTS = 2
+    """And gradients, which are reduced and scattered after every micro-batch."""
+    PARAMETERS = 3
+    """And weights, which are gathered for every pass of every micro-batch."""
 
 
 class Setups(Struct, frozen=True, eq=False):
@@ -108,12 +126,14 @@ def pass_work(
     sequence_parallel: bool = False,
     pipeline_outermost: bool = False,
     head: bool = True,
+    fused_attention: bool = True,
 ) -> Work:
     """Return the work of the slowest replica, with pipeline bubbles, gradient sum and optimizer when training.
 
     ``sequence_parallel`` cuts norms and residuals over the tensor-parallel group. ``pipeline_outermost`` is Megatron's
     order of ranks (replicas are neighbours, pipeline neighbours far apart); ours keeps a unit's slots adjacent.
-    ``head`` is whether the vocabulary projection is computed (a scalar head is free).
+    ``head`` is whether the vocabulary projection is computed (a scalar head is free). ``fused_attention`` never writes
+    scores to memory and skips what the causal mask hides; without it both are paid.
     """
     work = Work.none(len(setups))
     per_replica = np.ceil(passes.samples / (setups.dp * setups.micro_batch)) * setups.micro_batch
@@ -128,12 +148,16 @@ def pass_work(
     forwards = np.where(setups.recompute == Recompute.FULL, 2.0, 1.0) if passes.backward else np.ones(len(setups))
     backward = 2.0 if passes.backward else 0.0
     directions = forwards + backward / 2.0
-    _add_compute(work, shape, cluster, setups, tokens, square, runs, forwards, backward, sequence_parallel)
+    _add_compute(work, shape, cluster, setups, tokens, runs, forwards, backward, sequence_parallel)
+    inside = forwards + backward
+    inside = inside + np.where((setups.recompute == Recompute.ATTENTION) & (backward > 0), 1.0, 0.0)
+    _add_attention(work, shape, cluster, setups, square, runs * inside, fused_attention)
     _add_tensor_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_context_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_pipeline(work, shape, cluster, setups, tokens, micro_batches, passes.backward, pipeline_outermost)
     if head:
-        _add_vocabulary(work, shape, cluster, setups, tokens * micro_batches, 1.0 + backward)
+        share = _head_excess(shape, setups, forwards + backward, 1.0 + backward)
+        _add_vocabulary(work, shape, cluster, setups, tokens * micro_batches * share, 1.0 + backward)
     if passes.backward:
         _add_update(work, shape, cluster, setups, layers, micro_batches, pipeline_outermost)
     work.unit_s *= passes.updates
@@ -147,26 +171,44 @@ def _add_compute(
     cluster: Cluster,
     setups: Setups,
     tokens: Array,
-    square: Array,
     runs: Array,
     forwards: Array,
     backward: float,
     sequence_parallel: bool,
 ) -> None:
-    """Add matrix products, attention, memory traffic and kernel starts of the decoder layers."""
+    """Add matrix products, memory traffic and kernel starts of the decoder layers."""
     device = cluster.device
     weights = shape.active_matrix_parameters / setups.tp
     times = forwards + backward
     work.add(OperationClass.GEMM, runs * times * 2.0 * tokens * weights / device.flops_per_s)
-    inside = times + np.where((setups.recompute == Recompute.ATTENTION) & (backward > 0), 1.0, 0.0)
-    causal = 2.0 * square * shape.heads * shape.head_dim / setups.tp
-    work.add(OperationClass.ATTENTION, runs * inside * causal / device.flops_per_s)
     whole = 10.0 * shape.hidden / np.where(sequence_parallel, setups.tp, 1.0)
     cut = ((2 + 2 * shape.gated) * shape.intermediate + 2 * (shape.heads + shape.kv_heads) * shape.head_dim) / setups.tp
     moved = times * (tokens * (whole + cut) + weights) * COMPUTE_BYTES
     moved = moved + (2.0 * STATE_BYTES * weights if backward else 0.0)
     work.add(OperationClass.MEMORY, runs * moved / device.bytes_per_s)
     work.add(OperationClass.LAUNCH, runs * times * KERNELS_PER_LAYER * KERNEL_START_S)
+
+
+def _add_attention(
+    work: Work, shape: ModelShape, cluster: Cluster, setups: Setups, square: Array, runs: Array, fused: bool
+) -> None:
+    """Add the products of queries, keys and values, and the traffic of the scores where they are stored."""
+    product = 2.0 * square * shape.heads * shape.head_dim / setups.tp
+    odd = UNALIGNED_HEAD if shape.head_dim % 8 else 1.0
+    work.add(OperationClass.ATTENTION, runs * product * odd * (1.0 if fused else 2.0) / cluster.device.flops_per_s)
+    if not fused:
+        scores = SCORE_PASSES * square * shape.heads / setups.tp * COMPUTE_BYTES
+        work.add(OperationClass.MEMORY, runs * scores / cluster.device.bytes_per_s)
+
+
+def _head_excess(shape: ModelShape, setups: Setups, layer_passes: Array, head_passes: float) -> Array:
+    """Return the share of the vocabulary projection that the slowest pipeline rank has on top of its layers.
+
+    Layers that do not divide leave the last rank one layer short, and the projection fills that gap first.
+    """
+    layer = shape.active_matrix_parameters * layer_passes
+    gap = np.where(shape.layers % setups.pp == 0, 0.0, layer)
+    return np.asarray(np.maximum(0.0, 1.0 - gap / (shape.embedding_parameters * head_passes)))
 
 
 def _add_vocabulary(
@@ -235,11 +277,15 @@ def _add_update(
     width = setups.dp * setups.cp
     stride = setups.tp * (1.0 if pipeline_outermost else setups.pp)
     speed, crosses = ring_bytes_per_s(cluster, width, stride)
-    scatter = np.where(setups.sharding == Sharding.PARAMETERS, micro_batches * COMPUTE_BYTES, STATE_BYTES)
+    scatter = np.where(setups.sharding >= Sharding.GRADIENTS, micro_batches * COMPUTE_BYTES, STATE_BYTES)
     once = np.where(setups.sharding == Sharding.NONE, STATE_BYTES, COMPUTE_BYTES)
     gather = np.where(setups.sharding == Sharding.PARAMETERS, 2.0 * micro_batches * COMPUTE_BYTES, once)
     bytes_on_wire = local * all_gather_share(width) * (scatter + gather)
-    latency = np.where(width > 1, layers, 0.0) * latency_s(cluster, width, crosses)
+    latency = layers * latency_s(cluster, width, crosses)
+    steps = np.where(setups.sharding == Sharding.PARAMETERS, 3.0 * micro_batches, 2.0 * TENSORS_PER_LAYER)
+    latency = np.where(
+        setups.sharding == Sharding.NONE, latency, layers * steps * ring_latency_s(cluster, width, crosses)
+    )
     _by_link(work, OperationClass.GRADIENTS_IN_NODE, bytes_on_wire / speed, latency, crosses)
     owned = local / np.where(setups.sharding == Sharding.NONE, 1.0, width)
     touched = owned * (7.0 * STATE_BYTES + COMPUTE_BYTES)
@@ -250,5 +296,6 @@ def _add_update(
 def _by_link(work: Work, in_node: OperationClass, seconds: Array, fixed_s: Array, crosses: Flags) -> None:
     """Add to the in-node class or to its cross-node twin."""
     kind = str(in_node).partition("/")[0]
-    work.add(in_node, np.where(crosses, 0.0, seconds), fixed_s)
+    work.add(OperationClass.LATENCY, fixed_s)
+    work.add(in_node, np.where(crosses, 0.0, seconds))
     work.add(OperationClass(f"{kind}/cross_node"), np.where(crosses, seconds, 0.0))

@@ -41,6 +41,8 @@ class OperationClass(enum.StrEnum):
     P2P_CROSS_NODE = "p2p/cross_node"
     LAUNCH = "launch"
     """Starting kernels and other work of the host, as a share of the stated time."""
+    LATENCY = "latency"
+    """Starting messages, as a share of the links' stated latency."""
 
 
 CLASSES = tuple(OperationClass)
@@ -60,6 +62,7 @@ _PRIORS = {
     OperationClass.DECODE: 0.50,
     OperationClass.OPTIMIZER: 0.50,
     OperationClass.LAUNCH: 1.0,
+    OperationClass.LATENCY: 1.0,
 }
 _COLLECTIVE_PRIOR = 0.40
 
@@ -96,7 +99,8 @@ class Efficiencies(Struct, frozen=True):
 class Work:
     """The work of one or many alternatives: seconds of each class at efficiency 1, and seconds that no class owns.
 
-    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) holds link latencies.
+    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) is what no efficiency
+    scales.
     """
 
     __slots__ = ("fixed_s", "unit_s")
@@ -110,7 +114,7 @@ class Work:
         return cls(np.zeros((alternatives, len(CLASSES))), np.zeros(alternatives))
 
     def add(self, name: OperationClass, seconds: Array | float, fixed_s: Array | float = 0.0) -> None:
-        """Add ``seconds`` at efficiency 1 to a class, and ``fixed_s`` of latency."""
+        """Add ``seconds`` at efficiency 1 to a class, and ``fixed_s`` to none."""
         self.unit_s[:, COLUMN[name]] += seconds
         self.fixed_s += fixed_s
 
@@ -120,9 +124,9 @@ class Work:
         return predicted
 
     def split(self, efficiencies: Efficiencies, index: int = 0) -> dict[str, float]:
-        """Return the predicted seconds of one alternative by class, ``latency`` for the rest; zeros are left out."""
+        """Return the predicted seconds of one alternative by class, ``fixed`` for the rest; zeros are left out."""
         parts = {str(name): float(s) for name, s in zip(CLASSES, self._parts(efficiencies, index), strict=True) if s}
-        return parts | ({"latency": float(self.fixed_s[index])} if self.fixed_s[index] else {})
+        return parts | ({"fixed": float(self.fixed_s[index])} if self.fixed_s[index] else {})
 
     def _parts(self, efficiencies: Efficiencies, index: int) -> Array:
         parts: Array = self.unit_s[index] * efficiencies.inverse()
@@ -188,6 +192,10 @@ def regress(
             busy[level[work > 0], column] = True
         busy[level, -1] = True
     used = np.flatnonzero((spread > 0) & busy)
+    column = np.full(spread.size, -1)
+    column[used] = np.arange(len(used))
+    columns = column.reshape(spread.shape)[groups]
+    """Of every row, level and class: which of the offsets in use."""
     precision = 1.0 / spread.ravel()[used] ** 2
     damping, best = 1e-6, math.inf
     for _ in range(iterations):
@@ -200,7 +208,7 @@ def regress(
             best, kept, damping = loss, offsets, max(1e-9, damping / 4)
             if finished:
                 break
-            slope = _slope(share, groups, spread.shape)[:, used]
+            slope = _slope(share, columns, len(used))
             weight = 1.0 / (NOISE**2 * np.maximum(1.0, scaled))
             normal = slope.T @ (weight[:, None] * slope) + np.diag(precision)
             gradient = slope.T @ (weight * error) + precision * offsets.ravel()[used]
@@ -225,13 +233,14 @@ def _predict(
     return total, -parts / total[:, None]
 
 
-def _slope(share: Array, groups: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Array:
-    """Return the derivative of each row's log prediction by every offset."""
-    slope = np.zeros((len(share), *shape))
+def _slope(share: Array, columns: npt.NDArray[np.int64], count: int) -> Array:
+    """Return the derivative of each row's log prediction by every one of ``count`` offsets in use."""
+    slope = np.zeros((len(share), count + 1))
     whole = np.concatenate([share, share.sum(axis=1, keepdims=True)], axis=1)
-    for level in groups.T:
-        slope[np.arange(len(share)), level] = whole
-    return slope.reshape(len(share), -1)
+    rows = np.arange(len(share))[:, None]
+    for level in columns.swapaxes(0, 1):
+        slope[rows, level] = whole
+    return slope[:, :count]
 
 
 class Calibration(Struct, frozen=True):

@@ -123,11 +123,13 @@ def _add_links(work: Work, shape: ModelShape, cluster: Cluster, setups: Setups, 
     speed, crosses = ring_bytes_per_s(cluster, setups.tp, 1.0)
     wire = 2.0 * shape.layers / setups.pp * all_reduce_share(setups.tp) * tokens * shape.hidden * COMPUTE_BYTES / speed
     latency = 2.0 * shape.layers * steps * latency_s(cluster, setups.tp, crosses)
-    work.add(OperationClass.ALLREDUCE_IN_NODE, np.where(crosses, 0.0, wire), latency)
+    work.add(OperationClass.LATENCY, latency)
+    work.add(OperationClass.ALLREDUCE_IN_NODE, np.where(crosses, 0.0, wire))
     work.add(OperationClass.ALLREDUCE_CROSS_NODE, np.where(crosses, wire, 0.0))
     in_node = setups.tp * setups.pp <= cluster.slots_per_node
     hop = np.where(in_node, cluster.in_node.bytes_per_s, cluster.cross_node.bytes_per_s)
     sent = np.where(setups.pp > 1, tokens * shape.hidden * COMPUTE_BYTES / hop, 0.0)
     start = np.where(in_node, cluster.in_node.latency_s, cluster.cross_node.latency_s)
-    work.add(OperationClass.P2P_IN_NODE, np.where(in_node, sent, 0.0), (setups.pp - 1.0) * steps * start)
+    work.add(OperationClass.LATENCY, (setups.pp - 1.0) * steps * start)
+    work.add(OperationClass.P2P_IN_NODE, np.where(in_node, sent, 0.0))
     work.add(OperationClass.P2P_CROSS_NODE, np.where(in_node, 0.0, sent))

@@ -62,7 +62,7 @@ class Memory(Struct, frozen=True, eq=False):
     def table(self, index: int = 0) -> dict[str, float]:
         """Return the terms of one alternative; zeros are left out."""
         terms = {**self.resident, **self.transient}
-        sizes = {name: float(np.broadcast_to(term, (index + 1,))[index]) for name, term in _equal_length(terms).items()}
+        sizes = {name: float(term[index]) for name, term in _equal_length(terms).items()}
         return {name: size for name, size in sizes.items() if size}
 
 
@@ -126,7 +126,7 @@ def training_memory(
         {
             "parameters": np.asarray(count * compute_bytes / held),
             "masters": np.asarray(masters),
-            "gradients": np.asarray(count * state_bytes / held),
+            "gradients": np.asarray(count * state_bytes / np.where(setups.sharding >= Sharding.GRADIENTS, shards, 1.0)),
             "moments": np.asarray(2.0 * count * state_bytes / owned),
         },
         {
