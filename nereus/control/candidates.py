@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -69,10 +70,11 @@ class Priced(Struct, frozen=True, eq=False):
 
 def layouts(shape: ModelShape, cluster: Cluster, space: Space) -> list[Layout]:
     """Return the layouts that hold the model: powers of two, tensor groups inside a node unless allowed to cross."""
-    widest = cluster.size if space.tp_across_nodes else min(cluster.slots_per_node, cluster.size)
+    pool = cluster.size
+    widest = pool if space.tp_across_nodes else min(cluster.slots_per_node, pool)
     found = list[Layout]()
     for tp in _powers(min(space.largest_tp, widest)):
-        for pp in _powers(min(space.largest_pp, shape.layers, cluster.size // tp)):
+        for pp in _powers(min(space.largest_pp, shape.layers, pool // tp)):
             layout = Layout(tp, pp)
             if not any(shape.misfits(layout)):
                 found.append(layout)
@@ -147,10 +149,11 @@ def _price_passes(stage: ModelStage, shape: ModelShape, workload: Workload, clus
     recompute = (
         [Recompute.FULL if again else Recompute.NONE for again in space.recompute] if training else [Recompute.NONE]
     )
+    pool = cluster.size
     rows = [
         (layout, dp, micro, again)
         for layout in layouts(shape, cluster, space)
-        for dp in _replicas(samples, cluster.size // layout.slots, space.uneven)
+        for dp in _replicas(samples, pool // layout.slots, space.uneven)
         for micro in _powers(min(LARGEST_MICRO_BATCH, max(1, samples // dp)))
         if space.uneven or samples % (dp * micro) == 0
         for again in recompute
@@ -174,12 +177,12 @@ def _price_generation(
     shape: ModelShape, workload: Workload, responses_per_sample: float, cluster: Cluster, space: Space
 ) -> Priced:
     """List generation; the micro-batch is how many sequences a replica decodes at once."""
-    sequences = math.ceil(workload.samples * responses_per_sample)
+    sequences, pool = math.ceil(workload.samples * responses_per_sample), cluster.size
     rows = [
         (layout, dp, live, Recompute.NONE)
         for layout in layouts(shape, cluster, space)
         if space.generation_pp or layout.pp == 1
-        for dp in _replicas(workload.groups, cluster.size // layout.slots, space.uneven)
+        for dp in _replicas(workload.groups, pool // layout.slots, space.uneven)
         for live in _live(math.ceil(sequences / dp))
     ]
     setups = Setups.grid(rows)
@@ -261,14 +264,20 @@ def _undominated(slots: Counts, seconds: Array, resident: Array, transient: Arra
     """Return the rows that no other row with equal slots beats in time and in both kinds of memory."""
     order = rows[np.lexsort((transient[rows], resident[rows], seconds[rows], slots[rows]))]
     kept = list[int]()
-    front = list[tuple[float, float]]()
+    # What is kept of the present number of slots that nothing kept beats in memory: residents rise, transients fall.
+    residents, transients = list[float](), list[float]()
     current = -1
     for row, count, stays, extra in zip(
         order.tolist(), slots[order].tolist(), resident[order].tolist(), transient[order].tolist(), strict=True
     ):
         if count != current:
-            current, front = count, []
-        if not any(a <= stays and b <= extra for a, b in front):
-            front.append((stays, extra))
-            kept.append(row)
+            current, residents, transients = count, [], []
+        at = bisect_right(residents, stays)
+        if at and transients[at - 1] <= extra:
+            continue
+        kept.append(row)
+        end = at
+        while end < len(transients) and transients[end] >= extra:
+            end += 1
+        residents[at:end], transients[at:end] = [stays], [extra]
     return np.array(kept, dtype=np.int64)

@@ -139,6 +139,30 @@ class Problem(Struct, frozen=True):
         return replace(self, sides=sides)
 
 
+def groupings(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem with its phases on shared and on separate slots in every way, as it stands first.
+
+    Only phases of one side that stands alone (sync, colocated) may be regrouped: phases that wait for each other lose
+    nothing by sharing slots except memory, and sides that run at the same time are separate already.
+    """
+    if len(problem.sides) > 1:
+        yield problem
+        return
+    yield from (replace(problem, sides=sides) for sides in _partitions(problem.sides[0]))
+
+
+def _partitions(phases: Side) -> Iterator[tuple[Side, ...]]:
+    """Yield every way to divide phases into sides, undivided first; the order of phases is kept within a side."""
+    if len(phases) == 1:
+        yield (phases,)
+        return
+    first, rest = phases[:1], phases[1:]
+    for sides in _partitions(rest):
+        for at, side in enumerate(sides):
+            yield (first + side, *sides[:at], *sides[at + 1 :])
+        yield (first, *sides)
+
+
 class RunnerUp(Struct, frozen=True):
     """A choice that lost, and why."""
 

@@ -5,16 +5,16 @@ it fits; equal input gives equal output; ``Infeasible`` names the constraint and
 
 How it works:
 
-1. *Phase.* Candidates of all members sorted by seconds. Within caps on resident and transient bytes, the slots that a
-   phase needs to be done within ``t`` are the sum over its members of the fewest slots among candidates not slower than
-   ``t``: one running minimum. So a phase's whole latency-versus-slots frontier costs one sweep, and partitioning slots
-   among members needs no search at all.
-2. *Side.* Phases are coupled by memory only, and memory comes in few classes: every combination of the phases'
-   undominated choices (``frontier``). Where classes are many, branch and bound on boxes: an interval for each phase's
-   largest resident bytes and one for the side's largest transient bytes. A box is bounded by its upper corner; the box
-   with the least bound comes first; if its choice fits, it is optimal.
+1. *Phase.* Its latency-versus-slots frontier for each pair of limits on resident and transient bytes (``frontier``).
+2. *Side.* Phases are coupled by memory only, and memory comes in few classes: add the phases' least seconds for every
+   combination of limits that fits. Where classes are many, branch and bound (``boxes``).
 3. *Sides.* Concurrent sides: more slots never make a side slower, so the best split lies where the two curves cross: a
-   binary search. Sides that wait for each other: every step of the first side's curve.
+   binary search. Sides that wait for each other: branch and bound on intervals of the first one's share.
+4. *Groupings.* Phases that wait for each other may also have slots of their own; every way is solved, unless the
+   colocated plan is as fast as if each phase had all memory to itself.
+
+What depends on prices only is kept in the phases' tables, what depends on a slot's capacity beside them: the next
+question about the same prices, for another pool or with some model-stages restricted, finds it there.
 """
 
 from __future__ import annotations
@@ -23,51 +23,32 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
+from nereus.control.boxes import Boxes, Fit
 from nereus.control.frontier import MOST_CELLS, Array, PhaseTable, distinct
 from nereus.control.problem import (
     Candidate,
     Infeasible,
-    Phase,
     Problem,
     RunnerUp,
     Side,
     Solution,
     evaluate,
     gib,
+    groupings,
 )
 from nereus.core.plan import ModelStage, Replication
-
-_NEVER = 1 << 40
-"""More slots than any pool has: a member without a candidate yet."""
 
 MOST_SUMS = 100_000
 
 MOST_KEPT = 8
 """So many capacities are remembered for each side."""
-
-
-class _Pick(NamedTuple):
-    """The fastest choice of one phase within its caps: positions in the phase's sorted columns, by member."""
-
-    seconds: float
-    positions: tuple[int, ...]
-    resident: int
-    transient: int
-
-
-class _Fit(NamedTuple):
-    """The fastest choice of a side: its latency, each phase's largest resident bytes, the largest transient bytes."""
-
-    seconds: float
-    residents: tuple[int, ...]
-    transient: int
 
 
 class _Curve(Protocol):
@@ -85,135 +66,6 @@ class _Curve(Protocol):
 
     def numbers(self, slots: int) -> tuple[int, ...]:
         """Return the candidate numbers, by member, of the fastest choice within ``slots``, which must exist."""
-
-
-class _Sweep:
-    """One phase: its candidates sorted by seconds, and its frontier under any caps."""
-
-    def __init__(self, phase: Phase) -> None:
-        columns = [member.columns for member in phase.members]
-        counts = [len(member.candidates) for member in phase.members]
-        slots, seconds, resident, transient = map(np.concatenate, zip(*columns, strict=True))
-        order = np.argsort(seconds, kind="stable")
-        self.members = len(counts)
-        self.starts = np.cumsum([0, *counts[:-1]]).tolist()
-        self.order = order
-        self.seconds: Array = seconds[order]
-        self.slots: Array = slots[order]
-        self.resident: Array = resident[order]
-        self.transient: Array = transient[order]
-        self.least_slots = sum(int(column[0].min()) for column in columns)
-        self.least_resident = max(int(column[2].min()) for column in columns)
-        self.least_transient = max(int(column[3].min()) for column in columns)
-        self.most_resident = int(resident.max())
-        self.most_transient = int(transient.max())
-        owner = np.repeat(np.arange(self.members), counts)[order]
-        self.needs: Array = np.where(owner == np.arange(self.members)[:, None], self.slots, _NEVER)
-        self._frontiers: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._picks: dict[tuple[int, int, int], _Pick | None] = {}
-
-    def pick(self, slots: int, resident: int, transient: int) -> _Pick | None:
-        """Return the fastest choice with at most ``slots`` and candidates within the caps."""
-        resident, transient = min(resident, self.most_resident), min(transient, self.most_transient)
-        key = (slots, resident, transient)
-        if key not in self._picks:
-            self._picks[key] = self._pick(*key)
-        return self._picks[key]
-
-    def _pick(self, slots: int, resident: int, transient: int) -> _Pick | None:
-        fewest, falling = self._frontier(resident, transient)
-        end = int(falling.searchsorted(-slots))
-        if end == len(falling):
-            return None
-        if self.members == 1:
-            return _Pick(float(self.seconds[end]), (end,), int(self.resident[end]), int(self.transient[end]))
-        # The first position that reaches a member's running minimum is its fastest candidate with so few slots.
-        positions = tuple(int((-row).searchsorted(-row[end])) for row in fewest[:, : end + 1])
-        at = list(positions)
-        return _Pick(float(self.seconds[end]), positions, int(self.resident[at].max()), int(self.transient[at].max()))
-
-    def _frontier(self, resident: int, transient: int) -> tuple[Array, Array]:
-        """Return fewest slots by member, and minus their sum, within each prefix of the sorted candidates."""
-        key = (resident, transient)
-        if key not in self._frontiers:
-            needs = self.needs
-            if resident < self.most_resident or transient < self.most_transient:
-                needs = np.where((self.resident <= resident) & (self.transient <= transient), needs, _NEVER)
-            fewest = np.minimum.accumulate(needs, axis=1)
-            falling = -(fewest[0] if self.members == 1 else fewest.sum(axis=0))
-            self._frontiers[key] = fewest, falling
-        return self._frontiers[key]
-
-
-class _Box(NamedTuple):
-    """Intervals of memory: one for each phase's largest resident bytes, the last for the largest transient bytes."""
-
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-
-
-class _Boxes:
-    """Branch and bound over the phases of a side, for memory of many classes."""
-
-    def __init__(self, side: Side, usable: int) -> None:
-        self.sweeps = [_Sweep(phase) for phase in side]
-        self.usable = usable
-
-    def fit(self, slots: int) -> _Fit | None:
-        """Look into the most promising box until a choice fits; split the box at what it uses too much of."""
-        low = (
-            *(sweep.least_resident for sweep in self.sweeps),
-            max(sweep.least_transient for sweep in self.sweeps),
-        )
-        heap = list[tuple[float, int, _Box, tuple[_Pick, ...]]]()
-        made = 0
-
-        def push(box: _Box) -> None:
-            nonlocal made
-            tight = self._tighten(box)
-            picks = tight and self._picks(slots, tight)
-            if tight and picks:
-                heapq.heappush(heap, (sum(pick.seconds for pick in picks), made, tight, picks))
-                made += 1
-
-        push(_Box(low, (self.usable,) * len(low)))
-        while heap:
-            seconds, _, box, picks = heapq.heappop(heap)
-            residents, transient = tuple(pick.resident for pick in picks), max(pick.transient for pick in picks)
-            if sum(residents) + transient <= self.usable:
-                return _Fit(seconds, residents, transient)
-            for half in _halves(box, (*residents, transient)):
-                push(half)
-        return None
-
-    def _tighten(self, box: _Box) -> _Box | None:
-        """Lower each upper end to what the others' lower ends leave; None where nothing is left."""
-        spare = self.usable - sum(box.low)
-        if spare < 0:
-            return None
-        high = tuple(min(top, bottom + spare) for bottom, top in zip(box.low, box.high, strict=True))
-        return _Box(box.low, high)
-
-    def _picks(self, slots: int, box: _Box) -> tuple[_Pick, ...] | None:
-        picks = list[_Pick]()
-        for sweep, resident in zip(self.sweeps, box.high[:-1], strict=True):
-            pick = sweep.pick(slots, resident, box.high[-1])
-            if pick is None:
-                return None
-            picks.append(pick)
-        return tuple(picks)
-
-
-def _halves(box: _Box, used: tuple[int, ...]) -> Iterator[_Box]:
-    """Split the box along the dimension that is used farthest above its lower end.
-
-    The lower half excludes the present choice; the upper half counts at least what lies above the cut, so that the
-    other dimensions lose as much.
-    """
-    at = max(range(len(used)), key=lambda dimension: used[dimension] - box.low[dimension])
-    cut = (used[at] + box.low[at]) // 2
-    yield _Box(box.low, (*box.high[:at], cut, *box.high[at + 1 :]))
-    yield _Box((*box.low[:at], cut + 1, *box.low[at + 1 :]), box.high)
 
 
 class _Joint:
@@ -242,7 +94,7 @@ class _Joint:
             found = self._fits[slots] = (float(seconds[at]), at) if at >= 0 else (math.inf, at)
         return found
 
-    def limits(self, slots: int, at: int) -> _Fit:
+    def limits(self, slots: int, at: int) -> Fit:
         """Return the tightest limits on memory that leave combination ``at`` as fast as it is."""
         views = [
             (
@@ -261,7 +113,7 @@ class _Joint:
         for (table, fastest, _, _), least in zip(views, seconds, strict=True):
             column = int(table.transients.searchsorted(transient, "right")) - 1
             residents.append(int(table.residents[(fastest[:, column] <= least).argmax()]))
-        return _Fit(sum(seconds), tuple(residents), transient)
+        return Fit(sum(seconds), tuple(residents), transient)
 
     @cached_property
     def curve(self) -> tuple[list[int], list[float]]:
@@ -300,7 +152,7 @@ class _SideCurve:
         self.usable = usable
         self.least_slots = max(phase.table.least_slots for phase in side)
         self._joint = _joint(tuple(phase.table for phase in side), usable)
-        self._fits: dict[int, _Fit | None] = {}
+        self._fits: dict[int, Fit | None] = {}
 
     @cached_property
     def steps(self) -> list[int]:
@@ -312,8 +164,8 @@ class _SideCurve:
         return found
 
     @cached_property
-    def _boxes(self) -> _Boxes:
-        return _Boxes(self.side, self.usable)
+    def _boxes(self) -> Boxes:
+        return Boxes(self.side, self.usable)
 
     def seconds(self, slots: int) -> float:
         if not self._joint:
@@ -334,7 +186,7 @@ class _SideCurve:
         )
         return tuple(number for numbers in spread for number in numbers)
 
-    def _fit(self, slots: int) -> _Fit | None:
+    def _fit(self, slots: int) -> Fit | None:
         if slots not in self._fits:
             self._fits[slots] = self._boxes.fit(slots)
         return self._fits[slots]
@@ -461,6 +313,51 @@ def solve(problem: Problem, *, runners_up: int = 0) -> Solution | Infeasible:
     return replace(solution, runners_up=tuple(_runners_up(problem, solution, runners_up))) if runners_up else solution
 
 
+def solve_groupings(problem: Problem, *, runners_up: int = 0) -> tuple[Problem, Solution | Infeasible]:
+    """Return the fastest plan over all ways to give phases shared or separate slots, and the problem so grouped.
+
+    Separate slots pay where memory is tight: phases that share a slot keep their state on it side by side. All
+    colocated wins ties. Where nothing fits, the answer is that of the grouping that lacks least.
+    """
+    colocated, *others = groupings(problem)
+    best = colocated, solve(colocated, runners_up=runners_up)
+    lost = list[tuple[Problem, Solution | Infeasible]]()
+    for other in others:
+        if isinstance(best[1], Solution) and best[1].latency_s <= _floor(problem):
+            break
+        answer = solve(other, runners_up=runners_up)
+        if _better(answer, best[1]):
+            lost.append(best)
+            best = other, answer
+        else:
+            lost.append((other, answer))
+    grouped, found = best
+    if not runners_up or isinstance(found, Infeasible):
+        return best
+    more = [_runner_up(_sides(other), answer, found) for other, answer in lost]
+    ranked = sorted([*found.runners_up, *more], key=_rank)
+    return grouped, replace(found, runners_up=tuple(ranked[:runners_up]))
+
+
+def _better(answer: Solution | Infeasible, best: Solution | Infeasible) -> bool:
+    if isinstance(answer, Solution):
+        return isinstance(best, Infeasible) or answer.latency_s < best.latency_s
+    if isinstance(best, Solution) or not answer.constraint == best.constraint == "memory":
+        return False
+    return answer.shortfall < best.shortfall
+
+
+def _floor(problem: Problem) -> float:
+    """Return what no grouping beats: every phase has all slots, and all memory that may be used, for itself."""
+    curves = [_SideCurve((phase,), problem.usable_bytes) for phase in problem.phases()]
+    return sum(curve.seconds(problem.pool) for curve in curves) + problem.exposed_s
+
+
+def _sides(problem: Problem) -> str:
+    """Name the phases that share slots, side by side."""
+    return " | ".join(" + ".join(phase.name for phase in side) for side in problem.sides)
+
+
 def _curve(problem: Problem, usable: int) -> _Curve:
     join = _Beside if problem.concurrent else _After
     curve: _Curve = _SideCurve(problem.sides[0], usable)
@@ -531,16 +428,26 @@ def _runners_up(problem: Problem, best: Solution, limit: int) -> list[RunnerUp]:
             only = tuple(one for one in member.candidates if one.layout == layout)
             answer = solve(problem.restricted({member.model_stage: only}))
             found.append(_runner_up(f"{member.model_stage} {layout}", answer, best))
-    found.sort(key=lambda lost: (lost.latency_s is None, lost.latency_s or 0.0, lost.choice))
+    found.sort(key=_rank)
     return found[:limit]
+
+
+def _rank(lost: RunnerUp) -> tuple[bool, float, str]:
+    return lost.latency_s is None, lost.latency_s or 0.0, lost.choice
 
 
 def _runner_up(choice: str, answer: Solution | Infeasible, best: Solution) -> RunnerUp:
     if isinstance(answer, Infeasible):
         return RunnerUp(choice, f"does not fit: {answer.because}")
     slower = answer.latency_s / best.latency_s - 1 if best.latency_s else 0.0
-    changed = [_difference(old, new) for old, new in zip(best.candidates, answer.candidates, strict=True) if old != new]
-    because = f"{slower:.1%} slower ({answer.latency_s:.4g} s against {best.latency_s:.4g} s): {'; '.join(changed)}"
+    changed = [
+        _difference(old, new)
+        for old in best.candidates
+        for new in answer.candidates
+        if old.model_stage == new.model_stage and old != new
+    ]
+    difference = "; ".join(changed) or "nothing else changes"
+    because = f"{slower:.1%} slower ({answer.latency_s:.4g} s against {best.latency_s:.4g} s): {difference}"
     return RunnerUp(choice, because, answer.latency_s, answer.candidates)
 
 

@@ -9,7 +9,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from nereus.control.boxes import Boxes
 from nereus.control.problem import (
     Candidate,
     Infeasible,
@@ -18,9 +20,10 @@ from nereus.control.problem import (
     Problem,
     Solution,
     evaluate,
+    groupings,
     usable_bytes,
 )
-from nereus.control.search import _Boxes, _SideCurve, alternatives, solve
+from nereus.control.search import _SideCurve, alternatives, solve, solve_groupings
 from nereus.core.plan import Layout, ModelStage, Replication, Stage
 
 GENERATION = ModelStage(Stage.GENERATION)
@@ -120,6 +123,58 @@ def check(seed: int, most: int = 4) -> str:
     return "async" if problem.concurrent else f"sync with {len(problem.sides)} side(s)"
 
 
+def check_groupings(seed: int, most: int = 4) -> bool:
+    """Compare the best grouping with every combination of every grouping; return whether phases got slots apart."""
+    drawn = problems(seed, most)
+    problem = drawn if drawn.concurrent else replace(drawn, sides=(tuple(drawn.phases()),))
+    grouped, answer = solve_groupings(problem)
+    every = [found for other in groupings(problem) if (found := exhaustive(other)) is not None]
+    if not every:
+        assert isinstance(answer, Infeasible), (seed, answer)
+        return False
+    assert isinstance(answer, Solution), (seed, answer)
+    assert answer.latency_s == pytest.approx(min(every), rel=1e-12), seed
+    assert evaluate(grouped, answer.candidates) == answer
+    return len(grouped.sides) > len(problem.sides)
+
+
+def test_the_best_grouping_equals_exhaustive_enumeration() -> None:
+    assert sum(check_groupings(seed, most=3) for seed in range(60)) >= 5
+
+
+@pytest.mark.slow
+def test_the_best_grouping_equals_exhaustive_enumeration_on_many() -> None:
+    for seed in range(2000, 2200):
+        check_groupings(seed, most=4)
+
+
+def test_every_grouping_of_phases_is_tried_once() -> None:
+    colocated = next(problem for seed in range(100) if len((problem := problems(seed)).sides) == 1)
+    found = [tuple(tuple(phase.name for phase in side) for side in other.sides) for other in groupings(colocated)]
+    assert found[0] == (("generation", "inference", "training"),)
+    assert {frozenset(sides) for sides in found} == {
+        frozenset(sides)
+        for sides in (
+            (("generation", "inference", "training"),),
+            (("generation",), ("inference", "training")),
+            (("generation", "inference"), ("training",)),
+            (("generation", "training"), ("inference",)),
+            (("generation",), ("inference",), ("training",)),
+        )
+    }
+    assert len(found) == 5
+
+
+def test_groupings_that_lost_say_why() -> None:
+    for seed in range(100):
+        grouped, answer = solve_groupings(problems(seed), runners_up=100)
+        if isinstance(answer, Solution) and len(grouped.sides) > 1 and len(problems(seed).sides) == 1:
+            colocated = next(lost for lost in answer.runners_up if lost.choice == "generation + inference + training")
+            assert "slower" in colocated.because or "does not fit" in colocated.because
+            return
+    raise AssertionError("no problem of these is solved on separate slots")
+
+
 def test_equals_exhaustive_enumeration() -> None:
     kinds = {check(seed) for seed in range(60)}
     assert kinds >= {"async", "sync with 1 side(s)", "sync with 3 side(s)", "slots", "memory"}, kinds
@@ -216,5 +271,5 @@ def test_boxes_and_tables_agree() -> None:
     for seed in range(60):
         problem = problems(seed)
         for side in problem.sides:
-            tabled, boxed = _SideCurve(side, problem.usable_bytes), _Boxes(side, problem.usable_bytes).fit(problem.pool)
+            tabled, boxed = _SideCurve(side, problem.usable_bytes), Boxes(side, problem.usable_bytes).fit(problem.pool)
             assert tabled.seconds(problem.pool) == (boxed.seconds if boxed else math.inf), seed
