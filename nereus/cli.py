@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from nereus.configuration.arguments import Overrides, complete_option, split_overrides
 from nereus.errors import ConfigError
-from nereus.runtime.daemon import EXIT_FAILURE, EXIT_OK, guarded, launch
+from nereus.runtime.exits import EXIT_FAILURE, EXIT_OK, guarded
 
+Overrides = list[tuple[str, str]]
 Settings = Annotated[Overrides, Parameter(parse=False)]
 """The dotted overrides; ``execute`` takes them off the command line before it is parsed."""
 
@@ -71,7 +71,143 @@ def run(
         Who starts the worker processes: this command, or something else.
     """
     _need_files(files)
+    from nereus.runtime.daemon import launch
+
     return launch(files, settings, resume=resume, run_dir=run_dir, dry_run=dry_run, local_workers=workers == "local")
+
+
+@app.command
+def plan(
+    *,
+    model: str | None = None,
+    cluster: str | None = None,
+    slots: int | None = None,
+    algorithm: str = "grpo",
+    asynchronous: Annotated[bool, Parameter(name="--async", negative=())] = False,
+    lengths: str = "2048",
+    response_mean: float | None = None,
+    response_p95: float | None = None,
+    batch: int = 128,
+    group_size: int | None = None,
+    minibatches: int = 1,
+    epochs: int = 1,
+    max_staleness: int = 1,
+    reference: bool = True,
+    reward_model: bool | None = None,
+    critic: bool | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    fix: tuple[str, ...] = (),
+    json: Annotated[bool, Parameter(negative=())] = False,
+    out: Path | None = None,
+    emit: str | None = None,
+    source: Annotated[Path | None, Parameter(name="--from")] = None,
+    target: Annotated[Path | None, Parameter(name="--to")] = None,
+    diagram: str = "table",
+) -> int:
+    """Choose a plan for a job on a cluster and say why; or show how one plan becomes another.
+
+    nereus plan --model llama-3.1-8b --cluster a100-64g --slots 32 --algorithm ppo --lengths 2048
+
+    Parameters
+    ----------
+    model
+        A model profile, a Hugging Face model folder, or its config.json.
+    cluster
+        A cluster profile, or a TOML file like it.
+    slots
+        How many slots (default: all of the cluster's).
+    algorithm
+        ppo, grpo or remax.
+    asynchronous
+        Generate beside training, on slots of its own.
+    lengths
+        Longest sequence in tokens (a quarter is prompt), or PROMPT+RESPONSE.
+    response_mean
+        Mean response where not all are longest; the tail is log-normal.
+    response_p95
+        95th percentile of responses (default: 2.2 times the mean).
+    batch
+        Prompts a step.
+    group_size
+        Responses a prompt (default: 8 for grpo, else 1).
+    minibatches
+        Optimizer updates over one batch.
+    epochs
+        How often training goes over a batch.
+    max_staleness
+        Versions a sample may be old when it is trained on; for --emit of asynchronous plans.
+    reference
+        Has the job a reference model?
+    reward_model
+        Is the reward a model on slots (default: not for grpo)?
+    critic
+        Has the job a critic (default: ppo has)?
+    tp
+        Tensor degree of all model-stages (default: chosen).
+    pp
+        Pipeline degree of all model-stages (default: chosen).
+    fix
+        Layout of one model-stage, such as policy.training=d4t2p1; may be repeated.
+    json
+        Print one JSON object.
+    out
+        Write the plan (a PLAN file) here too.
+    emit
+        Write the flags of another framework for the plan: verl, openrlhf or trl.
+    source
+        The PLAN file to start from.
+    target
+        The PLAN file to arrive at.
+    diagram
+        How to show the way from plan to plan: table, mermaid or dot.
+    """
+    from nereus.commands import plan as command
+    from nereus.commands.question import Options
+
+    if source is not None or target is not None:
+        sys.stdout.write(command.show_transition(source, target, form=diagram, as_json=json))
+        return EXIT_OK
+    options = Options(
+        model=model or "",
+        cluster=cluster or "",
+        slots=slots,
+        algorithm=algorithm,
+        asynchronous=asynchronous,
+        reference=reference,
+        reward_model=reward_model,
+        critic=critic,
+        lengths=lengths,
+        response_mean=response_mean,
+        response_p95=response_p95,
+        batch=batch,
+        group_size=group_size,
+        minibatches=minibatches,
+        epochs=epochs,
+        max_staleness=max_staleness,
+        tp=tp,
+        pp=pp,
+        fix=fix,
+    )
+    sys.stdout.write(command.show_plan(options, as_json=json, out=out, framework=emit))
+    return EXIT_OK
+
+
+@app.command
+def explain(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Tell what was decided in a run, and why.
+
+    Parameters
+    ----------
+    folder
+        The run folder, or its journal.
+    json
+        Print one JSON array.
+    """
+    from nereus.commands import explain as command
+
+    sys.stdout.write(command.show(folder, as_json=json))
+    return EXIT_OK
 
 
 @app.command
@@ -213,11 +349,9 @@ def main() -> None:
 
 
 def _execute(words: Sequence[str]) -> int:
-    rest, overrides = split_overrides(words)
+    rest, overrides = _split(words)
     try:
-        command, bound, unparsed = app.parse_args(
-            complete_option(rest, "--resume", "auto"), exit_on_error=False, print_error=False
-        )
+        command, bound, unparsed = app.parse_args(rest, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise ConfigError(
             _one_line(error), where="command line", remedy="see nereus --help, or nereus COMMAND --help"
@@ -233,6 +367,16 @@ def _execute(words: Sequence[str]) -> int:
         )
     result = command(*bound.args, **bound.kwargs, **extra)
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], Overrides]:
+    """Take the settings off the command line, and complete ``--resume``; most commands have neither."""
+    if not any(word == "--resume" or (word.startswith("--") and "." in word) for word in words):
+        return list(words), []
+    from nereus.configuration.arguments import complete_option, split_overrides
+
+    rest, overrides = split_overrides(words)
+    return complete_option(rest, "--resume", "auto"), overrides
 
 
 def _one_line(error: CycloptsError) -> str:

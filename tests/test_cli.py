@@ -15,8 +15,8 @@ import pytest
 
 from nereus.cli import _extras, execute
 from nereus.errors import ConfigError, NereusError
-from nereus.runtime.daemon import guarded
 from nereus.runtime.daemon import main as supervisor
+from nereus.runtime.exits import guarded
 from nereus.runtime.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]

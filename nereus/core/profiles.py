@@ -2,7 +2,8 @@
 
 Reads ``profiles/clusters/NAME.toml`` and ``profiles/models/NAME.toml``; the files state the source of every number. A
 path to a TOML file, a ``config.json`` or a model folder works as well as a name. A name may be cut short as long as it
-is the start of only one profile. Wrong names and files are ``ConfigError``: operators type them.
+is the start of only one profile, have an owner in front (``meta-llama/Llama-3.1-8B``), and capitals where it likes.
+Wrong names and files are ``ConfigError``: operators type them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,23 @@ from nereus.core.shape import ModelShape
 from nereus.core.units import GB, MICRO, TERA
 from nereus.errors import ConfigError
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = next(
+    (
+        path
+        for path in (Path(__file__).parents[1] / "profiles", Path(__file__).parents[2] / "profiles")
+        if path.is_dir()
+    ),
+    Path("profiles"),
+)
+"""In the package, where an installation puts them (a link in a checkout), else beside it, where links are not kept."""
 
 _Above0 = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]
+
+_FILES = {
+    "clusters": "name a TOML file like those of profiles/clusters",
+    "models": "name a Hugging Face model folder with a config.json, or that file",
+}
 
 
 class _Device(Struct, forbid_unknown_fields=True):
@@ -103,11 +117,14 @@ def _find(kind: str, name: str, *, where: str) -> Path:
         if path.suffix in (".toml", ".json") and path.is_file():
             return path
     known = profile_names(kind)
-    starting = [stem for stem in known if stem.startswith(name)] if name else []
-    if name in known or len(starting) == 1:
-        return PROFILES / kind / f"{name if name in known else starting[0]}.toml"
-    near = starting or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    short = name.rpartition("/")[2].lower()
+    starting = [stem for stem in known if stem.startswith(short)] if short else []
+    if short in known or len(starting) == 1:
+        return PROFILES / kind / f"{short if short in known else starting[0]}.toml"
+    near = starting or difflib.get_close_matches(short, known, n=2, cutoff=0.4)
     remedy = f"did you mean {' or '.join(near)}? known: {', '.join(known)}" if near else f"known: {', '.join(known)}"
+    if Path(name).exists():
+        raise ConfigError(f"{name!r} holds no {where} profile", where=where, remedy=_FILES[kind])
     raise ConfigError(f"there is no {where} profile {name!r}", where=where, remedy=remedy)
 
 

@@ -1,29 +1,23 @@
 """How does a supervisor process start and end? The entry of ``nereus-supervisor`` and of ``nereus run``.
 
-Reads the job, refuses what cannot work, locks the run folder, and hands over to ``supervisor.py``. Exit codes:
-0 success, 1 failure, 2 wrong input, 130 left at the second interrupt. A failure is one line on stderr.
-Nothing heavy is imported before the job has passed its checks.
+Reads the job, refuses what cannot work, locks the run folder, and hands over to ``supervisor.py``; ``exits.py`` says
+how it ends. Nothing heavy is imported before the job has passed its checks.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nereus.configuration.arguments import Overrides, complete_option, split_overrides
 from nereus.configuration.load import load_job
 from nereus.configuration.render import to_toml
 from nereus.configuration.rules import notes
-from nereus.errors import ConfigError, NereusError
+from nereus.errors import ConfigError
+from nereus.runtime.exits import EXIT_OK, complain, guarded
 from nereus.runtime.preflight import preflight
-
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
 
 RESUME_HELP = "go on from a checkpoint: auto, latest, a step, a run folder or a checkpoint folder (default: auto)"
 
@@ -61,29 +55,6 @@ def launch(
         return run(supervise(job.config, folder, resume=checkpoint, local_workers=local_workers))
     finally:
         folder.close()
-
-
-def guarded(command: Callable[[], int]) -> int:
-    """Run ``command``; turn every expected failure into one line on stderr and an exit code."""
-    try:
-        return command()
-    except ConfigError as error:
-        complain(str(error))
-        return EXIT_CONFIG
-    except NereusError as error:
-        complain(str(error))
-        return EXIT_FAILURE
-    except KeyboardInterrupt:
-        complain("interrupted")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left, as in "nereus config reference | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no reader either
-        return EXIT_OK
-
-
-def complain(text: str) -> None:
-    """Print one line on stderr, whatever ``text`` holds."""
-    sys.stderr.write("nereus: " + " ".join(text.split()) + "\n")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,232 @@
+"""What was decided in a run, and why? The command ``nereus explain RUN``.
+
+Reads the journal alone, needs no lock, and works beside a running job. Each decision and each event that made one
+necessary is a sentence; what merely goes on (steps, grants) is counted. Invariants (tests/commands/test_explain.py):
+every loss, re-issue, checkpoint, drain and end is told once, in order; the steps that are counted add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from nereus.actors.names import REWARD, slot_worker
+from nereus.core.plan import POLICY_GENERATION, ModelStage, Plan
+from nereus.core.units import format_seconds
+from nereus.errors import ConfigError
+from nereus.runtime import journal as record
+from nereus.runtime.journal import Contents, Entry, JournalError, read_journal
+
+_REASONS = {"start": "the job's train.layout and rollout.layout ask for it (nothing is searched at the start yet)"}
+NO_CHANGE = "No other plan was considered: a live run keeps its first plan, deciding is not connected to it yet."
+
+
+class Told(Struct, frozen=True):
+    """One sentence, and when what it tells happened (seconds since the first attempt began)."""
+
+    t: float
+    kind: str
+    says: str
+
+
+def explain(folder: Path) -> tuple[Told, ...]:
+    """Return the story of the run in ``folder`` (or of a journal file); ``ConfigError`` if it cannot be read."""
+    path = folder / "journal.jsonl" if folder.is_dir() else folder
+    contents = _read(path, folder)
+    told = tuple(_tell(contents.entries))
+    if contents.torn_bytes:
+        last = contents.entries[-1].t if contents.entries else 0.0
+        told += (Told(last, "torn", f"The last {contents.torn_bytes} bytes of the journal are an unfinished record."),)
+    return told
+
+
+def show(folder: Path, *, as_json: bool) -> str:
+    """Return the story as text, or as one JSON array of objects with ``t``, ``kind`` and ``says``."""
+    told = explain(folder)
+    return msgspec.json.encode(told).decode() + "\n" if as_json else render_story(told)
+
+
+def render_story(told: Iterable[Told]) -> str:
+    """Write the story one sentence a line."""
+    lines = [f"{_clock(one.t)}  {one.says}" for one in told]
+    return "".join(line + "\n" for line in lines)
+
+
+def _read(path: Path, folder: Path) -> Contents:
+    try:
+        return read_journal(path)
+    except OSError as error:
+        what = f"holds no journal ({error.strerror})" if folder.is_dir() else f"cannot be read ({error.strerror})"
+        raise ConfigError(what, where=str(folder), remedy="name a run folder") from None
+    except JournalError as error:
+        raise ConfigError(f"the journal is damaged: {error}", where=str(folder), remedy="restore the file") from None
+
+
+class _Steps:
+    """Steps that went by without anything to tell, until something is to be told."""
+
+    def __init__(self) -> None:
+        self.first = self.last = -1
+        self.groups = 0
+        self.t = 0.0
+
+    def add(self, t: float, step: int, groups: int) -> None:
+        if self.first < 0:
+            self.first = step
+        self.last, self.t = step, t
+        self.groups += groups
+
+    def take(self) -> Iterator[Told]:
+        """Tell what was counted, and forget it."""
+        if self.first >= 0:
+            which = f"Step {self.first}" if self.first == self.last else f"Steps {self.first} to {self.last}"
+            verb = "was" if self.first == self.last else "were"
+            yield Told(self.t, "trained", f"{which} {verb} trained on {self.groups} groups, as planned.")
+        self.first, self.groups = -1, 0
+
+
+def _tell(entries: Iterable[Entry]) -> Iterator[Told]:
+    steps = _Steps()
+    reissued = dict[str, list[int]]()
+    story = _Story()
+    last = 0.0
+    for entry in entries:
+        one, t = entry.record, entry.t
+        if reissued and not isinstance(one, record.Reissued):
+            yield from _reissues(last, reissued)
+        last = t
+        match one:
+            case record.Trained(step=step, groups=groups, skipped=False):
+                steps.add(t, step, len(groups))
+            case record.Reissued(group=group, reason=reason):
+                yield from steps.take()
+                reissued.setdefault(reason, []).append(group)
+            case _:
+                says = story.of(one)
+                if says:
+                    yield from steps.take()
+                    yield Told(t, one.__struct_config__.tag, says)  # type: ignore[arg-type]  # ours are all strings
+    yield from _reissues(last, reissued)
+    yield from steps.take()
+    yield from story.end(last)
+
+
+class _Story:
+    """The words for one record after another; remembers what they refer to."""
+
+    def __init__(self) -> None:
+        self.roles: dict[str, ModelStage] = {}
+        self.lost: dict[str, str] = {}
+        self.joined: set[str] = set()
+        self.saving: set[int] = set()
+        self.plans = 0
+        self.newest = -1
+        self.ended = False
+
+    def of(self, one: record.Record) -> str:
+        """Return the sentence for a record; empty for one that merely says that all goes on."""
+        match one:
+            case record.RunStarted():
+                return self._started(one)
+            case record.PlanCommitted(plan=plan, why=why):
+                self.plans += 1
+                self.roles = {slot_worker(slot): emu.model_stage for emu in plan.emus for slot in emu.slots}
+                because = _REASONS.get(why, why)
+                return f"Plan epoch {plan.epoch} was taken{', because ' + because if because else ''}: {_plan(plan)}."
+            case record.WorkerJoined(worker=worker, incarnation=life):
+                return self._joined(worker, life)
+            case record.WorkerGone(worker=worker, why=why, expected=True):
+                return f"{worker} left, as it was asked to ({why})."
+            case record.WorkerGone():
+                return self._lost(one)
+            case record.Dropped(group=group, attempt=attempt, reason=reason):
+                return f"Group {group} was given up in attempt {attempt} and will not be trained: {reason}."
+            case record.Trained(step=step):
+                return f"Step {step} was skipped: its update was not applied."
+            case record.CheckpointBegun(step=step):
+                self.saving.add(step)
+            case record.CheckpointCommitted(step=step, version=version, cursor=cursor, folder=name):
+                self.saving.discard(step)
+                self.newest = step
+                return f"The checkpoint of step {step} (version {version}, {cursor} groups) is complete in {name}."
+            case record.Drain(reason=reason):
+                return f"The run was asked to end early ({reason}): finish the step, save, leave."
+            case record.RunEnded(reason=reason, ok=ok):
+                self.ended = True
+                return f"The run ended {'well' if ok else 'in failure'}: {reason}." + self._unsaved()
+        return ""
+
+    def end(self, t: float) -> Iterator[Told]:
+        """Tell what is still open, and what was never decided."""
+        if not self.ended:
+            says = "The journal ends here: the run goes on, or was killed."
+            yield Told(t, "open", says + self._unsaved())
+        if self.plans <= 1:
+            yield Told(t, "no_change", NO_CHANGE)
+
+    def _started(self, one: record.RunStarted) -> str:
+        died = "" if one.attempt == 1 or self.ended else "The attempt before did not end in good order. "
+        self.ended = False
+        self.lost, self.joined = {}, set()
+        unsaved = self._unsaved()
+        self.saving = set()
+        if one.step == 0:
+            again = "" if one.attempt == 1 else " from the beginning"
+            return f"{died}Attempt {one.attempt} of {one.run} began{again} (seed {one.seed})."
+        return (
+            f"{died}Attempt {one.attempt} went on from the checkpoint of step {one.step} (version {one.version}, "
+            f"{one.cursor} groups); what was trained after it is void and is trained again.{unsaved}"
+        )
+
+    def _lost(self, one: record.WorkerGone) -> str:
+        if one.worker in self.lost:
+            return f"What is left of {one.worker} is refused: {one.why}."
+        self.lost[one.worker] = one.why
+        role = self.roles.get(one.worker)
+        if role == POLICY_GENERATION:
+            return f"{one.worker} ({role}) was lost: {one.why}. Others take over its groups, and a replacement is due."
+        if one.worker == REWARD:
+            return f"{one.worker} was lost: {one.why}. A replacement is due."
+        return f"{one.worker}{f' ({role})' if role else ''} was lost: {one.why}. The run cannot go on without it."
+
+    def _joined(self, worker: str, life: str) -> str:
+        why = self.lost.pop(worker, "")
+        if why:
+            return f"{worker} was replaced (incarnation {life}) after it was lost: {why}."
+        again = worker in self.joined
+        self.joined.add(worker)
+        return f"{worker} joined again (incarnation {life})." if again else ""
+
+    def _unsaved(self) -> str:
+        if not self.saving:
+            return ""
+        listed = ", ".join(map(str, sorted(self.saving)))
+        return f" The checkpoint of step {listed} was begun and never completed; it does not count."
+
+
+def _reissues(t: float, reissued: dict[str, list[int]]) -> Iterator[Told]:
+    for reason, groups in reissued.items():
+        count = f"{len(groups)} group{'s' if len(groups) > 1 else ''}"
+        yield Told(t, "reissued", f"{count} ({_listed(groups)}) will be generated again: {reason}.")
+    reissued.clear()
+
+
+def _plan(plan: Plan) -> str:
+    parts = list[str]()
+    for stage in plan.model_stages():
+        units = plan.of(stage)
+        slots = ", ".join("+".join(map(str, emu.slots)) for emu in units)
+        parts.append(f"{stage} d{len(units)}{units[0].layout} on slot{'s' if len(units) > 1 else ''} {slots}")
+    return "; ".join(parts)
+
+
+def _listed(numbers: list[int], most: int = 8) -> str:
+    listed = ", ".join(map(str, numbers[:most]))
+    return f"{listed} and {len(numbers) - most} more" if len(numbers) > most else listed
+
+
+def _clock(t: float) -> str:
+    return f"+{format_seconds(t) if t >= 1 else f'{t:.1f} s'}".rjust(9)
