@@ -105,8 +105,11 @@ def cluster_of(gpu: str, gpus: int, table: list[dict[str, str]]) -> tuple[Cluste
     return None
 
 
-def precision_class(text: str) -> str:
+def precision_class(text: str, source: str) -> str:
+    """Return what matrix products are computed in; MLPerf submissions mostly use 8 bits, also where logs do not say."""
     lowered = text.lower()
+    if not lowered and source.startswith("mlperf"):
+        return "unstated"
     if "fp4" in lowered:
         return "fp4"
     if "fp8" in lowered or "float8" in lowered:
@@ -235,9 +238,9 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
         arch,
         line["model"],
         gpus,
-        precision_class(line["precision"]),
+        precision_class(line["precision"], line["source"]),
         f"d{dp}t{tp}p{pp}" + (f"c{cp}" if cp > 1 else ""),
-        (*kept, precision_class(line["precision"]), line["sharding"], line["recompute"]),
+        (*kept, precision_class(line["precision"], line["source"]), line["sharding"], line["recompute"]),
         sweep,
         step,
         out_of_memory,

@@ -43,12 +43,3 @@ def latency_s(cluster: Cluster, width: Values, crosses: Flags) -> Array:
     """Return the start-up time of one collective: a tree of messages over the slowest link; 0 for one slot."""
     one = np.where(crosses, cluster.cross_node.latency_s, cluster.in_node.latency_s)
     return np.asarray(one * np.ceil(np.log2(np.maximum(width, 1.0))))
-
-
-def ring_latency_s(cluster: Cluster, width: Values, crosses: Flags) -> Array:
-    """Return the start-up time of one ring, which passes a part through every member; 0 for one slot.
-
-    A step inside a running ring costs a quarter of starting a message (ours; refined by the ``latency`` efficiency).
-    """
-    one = np.where(crosses, cluster.cross_node.latency_s, cluster.in_node.latency_s)
-    return np.asarray(one / 4.0 * (np.asarray(width) - 1.0))

@@ -15,13 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from nereus.control.collectives import (
-    all_gather_share,
-    all_reduce_share,
-    latency_s,
-    ring_bytes_per_s,
-    ring_latency_s,
-)
+from nereus.control.collectives import all_gather_share, all_reduce_share, latency_s, ring_bytes_per_s
 from nereus.control.efficiency import Array, Flags, OperationClass, Work
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout
@@ -36,11 +30,14 @@ STATE_BYTES = 4.0
 SCORE_PASSES = 5.0
 """How often an attention that stores its scores moves them per forward pass: product, softmax, dropout, product."""
 
+FUSED_BACKWARD = 2.5
+"""Fused attention computes five products backward for two forward: it makes the scores again."""
+
 UNALIGNED_HEAD = 6.0
 """Ours: how much longer attention takes when heads are not a multiple of 8 wide, too odd for matrix units."""
 
-TENSORS_PER_LAYER = 7
-"""Weight matrices of a layer: backends that share the optimizer only gather each by itself."""
+OWNER_TURN_S = 1e-3
+"""Ours: sharing the optimizer only, backends let each owner send its updated part in turn; refined as ``latency``."""
 
 KERNELS_PER_LAYER = 12
 KERNEL_START_S = 4e-6
@@ -149,9 +146,9 @@ def pass_work(
     backward = 2.0 if passes.backward else 0.0
     directions = forwards + backward / 2.0
     _add_compute(work, shape, cluster, setups, tokens, runs, forwards, backward, sequence_parallel)
-    inside = forwards + backward
-    inside = inside + np.where((setups.recompute == Recompute.ATTENTION) & (backward > 0), 1.0, 0.0)
-    _add_attention(work, shape, cluster, setups, square, runs * inside, fused_attention)
+    again = np.where((setups.recompute == Recompute.ATTENTION) & (backward > 0), 1.0, 0.0)
+    products = FUSED_BACKWARD if fused_attention and backward else backward
+    _add_attention(work, shape, cluster, setups, square, runs * (forwards + again + products), fused_attention)
     _add_tensor_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_context_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_pipeline(work, shape, cluster, setups, tokens, micro_batches, passes.backward, pipeline_outermost)
@@ -281,11 +278,10 @@ def _add_update(
     once = np.where(setups.sharding == Sharding.NONE, STATE_BYTES, COMPUTE_BYTES)
     gather = np.where(setups.sharding == Sharding.PARAMETERS, 2.0 * micro_batches * COMPUTE_BYTES, once)
     bytes_on_wire = local * all_gather_share(width) * (scatter + gather)
-    latency = layers * latency_s(cluster, width, crosses)
-    steps = np.where(setups.sharding == Sharding.PARAMETERS, 3.0 * micro_batches, 2.0 * TENSORS_PER_LAYER)
-    latency = np.where(
-        setups.sharding == Sharding.NONE, latency, layers * steps * ring_latency_s(cluster, width, crosses)
-    )
+    gathers = np.where(setups.sharding == Sharding.PARAMETERS, 3.0 * micro_batches, 1.0)
+    latency = layers * gathers * latency_s(cluster, width, crosses)
+    owners = (setups.sharding == Sharding.OPTIMIZER) | (setups.sharding == Sharding.GRADIENTS)
+    latency = latency + np.where(owners, (width - 1.0) * OWNER_TURN_S, 0.0)
     _by_link(work, OperationClass.GRADIENTS_IN_NODE, bytes_on_wire / speed, latency, crosses)
     owned = local / np.where(setups.sharding == Sharding.NONE, 1.0, width)
     touched = owned * (7.0 * STATE_BYTES + COMPUTE_BYTES)

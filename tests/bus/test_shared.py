@@ -49,6 +49,32 @@ def test_what_was_taken_does_not_change_when_the_segment_is_used_again(tmp_path:
     assert first == b"1" * 100_000
 
 
+def test_what_is_still_looked_at_is_not_overwritten_and_the_rest_is_used_again(tmp_path: Path) -> None:
+    memory = SharedMemory(tmp_path)
+    sender, receiver = memory.channel(), memory.channel()
+
+    def pass_on(frame: bytes) -> memoryview:
+        kept, shared = sender.put((frame,), 1024)
+        (taken,) = receiver.take(kept, shared)
+        sender.release(shared)
+        return memoryview(taken)
+
+    held = pass_on(b"0" * 100_000)[5:10]  # a view of a view, as an array makes it
+    places = set()
+    for fill in range(10):
+        frame = bytes([fill]) * 90_000
+        taken = pass_on(frame)
+        assert taken == frame
+        assert taken.readonly
+        places.add(id(taken.obj))
+        taken.release()
+    assert held == b"0" * 5
+    assert len(places) == 1
+    assert len({id(pass_on(bytes(8 << 20)).obj) for _ in range(3)}) == 1
+    everything = [pass_on(bytes([fill]) * (8 << 20)) for fill in range(6)]  # more than is kept for use again
+    assert [view[-1] for view in everything] == list(range(6))
+
+
 def test_closing_removes_what_nobody_took(tmp_path: Path) -> None:
     sender = SharedMemory(tmp_path).channel()
     sender.put((BIG, BIG), 1024)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.planning.problems import TRAINING, comparable, realistic, small
+from benchmarks.planning.solvers import CLOSED, exhaustive, same, scip
 from nereus.control.boxes import Boxes
 from nereus.control.problem import (
     Candidate,
@@ -24,95 +24,12 @@ from nereus.control.problem import (
     usable_bytes,
 )
 from nereus.control.search import _SideCurve, alternatives, solve, solve_groupings
-from nereus.core.plan import Layout, ModelStage, Replication, Stage
-
-GENERATION = ModelStage(Stage.GENERATION)
-INFERENCE = [ModelStage(Stage.INFERENCE, model) for model in ("reference", "reward", "critic")]
-TRAINING = [ModelStage(Stage.TRAINING, model) for model in ("policy", "critic")]
-
-
-def candidates(draw: random.Random, stage: ModelStage, pool: int, count: int) -> tuple[Candidate, ...]:
-    """Return candidates with a rough trade of slots, seconds and memory, with many ties."""
-    found = []
-    for _ in range(count):
-        layout = Layout(draw.choice([1, 1, 1, 2, 4]), draw.choice([1, 1, 2]))
-        dp = draw.randint(1, max(1, pool // layout.slots // draw.choice([2, 4, 8])))
-        found.append(
-            Candidate(
-                model_stage=stage,
-                layout=layout,
-                dp=dp,
-                seconds=draw.randint(8, 40) / (dp * layout.slots) ** draw.choice([0.5, 0.9]),
-                resident_bytes=draw.randint(1, 8) * 8 // layout.slots,
-                transient_bytes=draw.randint(0, 20),
-            )
-        )
-    return tuple(found)
-
-
-def problems(seed: int, most: int = 4) -> Problem:
-    """Return a random problem with six model-stages: sync colocated, sync with two sides, or async."""
-    draw = random.Random(seed)
-    pool = draw.randint(6, 16)
-
-    def phase(name: str, stages: list[ModelStage]) -> Phase:
-        return Phase(
-            name, tuple(Member(stage, candidates(draw, stage, pool, draw.randint(1, most))) for stage in stages)
-        )
-
-    generation, inference = phase("generation", [GENERATION]), phase("inference", INFERENCE)
-    training = phase("training", TRAINING)
-    sides = draw.choice(
-        [
-            ((generation, inference, training),),
-            ((generation,), (inference, training)),
-            ((generation,), (inference,), (training,)),
-        ]
-    )
-    return Problem(
-        sides=sides,
-        pool=pool,
-        capacity_bytes=draw.randint(40, 170),
-        concurrent=len(sides) > 1 and draw.random() < 0.7,
-        exposed_s=draw.choice([0.0, 0.25]),
-    )
-
-
-def exhaustive(problem: Problem) -> float | None:
-    """Return the least latency over all combinations, None where none fits. Written on plain numbers for speed."""
-    rows = [
-        [(one.slots, one.seconds, one.resident_bytes, one.transient_bytes) for one in member.candidates]
-        for member in problem.members()
-    ]
-    usable, best = problem.usable_bytes, None
-    cuts, spans = 0, []
-    for side in problem.sides:
-        spans.append([])
-        for phase in side:
-            spans[-1].append((cuts, cuts + len(phase.members)))
-            cuts += len(phase.members)
-    for chosen in itertools.product(*rows):
-        times, total, fits = [], 0, True
-        for side in spans:
-            time, slots, resident, transient = 0.0, 0, 0, 0
-            for start, end in side:
-                group = chosen[start:end]
-                slots = max(slots, sum(one[0] for one in group))
-                time += max(one[1] for one in group)
-                resident += max(one[2] for one in group)
-                transient = max(transient, max(one[3] for one in group))
-            total += slots
-            times.append(time)
-            fits = fits and resident + transient <= usable
-        if fits and total <= problem.pool:
-            latency = (max(times) if problem.concurrent else sum(times)) + problem.exposed_s
-            best = latency if best is None else min(best, latency)
-    return best
+from nereus.core.plan import Layout, ModelStage, Replication
 
 
 def check(seed: int, most: int = 4) -> str:
     """Compare one problem; return what kind of answer it had."""
-    problem = problems(seed, most)
+    problem = small(seed, most=most)
     answer, expected = solve(problem), exhaustive(problem)
     if expected is None:
         assert isinstance(answer, Infeasible), (seed, answer)
@@ -125,7 +42,7 @@ def check(seed: int, most: int = 4) -> str:
 
 def check_groupings(seed: int, most: int = 4) -> bool:
     """Compare the best grouping with every combination of every grouping; return whether phases got slots apart."""
-    drawn = problems(seed, most)
+    drawn = small(seed, most=most)
     problem = drawn if drawn.concurrent else replace(drawn, sides=(tuple(drawn.phases()),))
     grouped, answer = solve_groupings(problem)
     every = [found for other in groupings(problem) if (found := exhaustive(other)) is not None]
@@ -149,7 +66,7 @@ def test_the_best_grouping_equals_exhaustive_enumeration_on_many() -> None:
 
 
 def test_every_grouping_of_phases_is_tried_once() -> None:
-    colocated = next(problem for seed in range(100) if len((problem := problems(seed)).sides) == 1)
+    colocated = next(problem for seed in range(100) if len((problem := small(seed)).sides) == 1)
     found = [tuple(tuple(phase.name for phase in side) for side in other.sides) for other in groupings(colocated)]
     assert found[0] == (("generation", "inference", "training"),)
     assert {frozenset(sides) for sides in found} == {
@@ -167,8 +84,8 @@ def test_every_grouping_of_phases_is_tried_once() -> None:
 
 def test_groupings_that_lost_say_why() -> None:
     for seed in range(100):
-        grouped, answer = solve_groupings(problems(seed), runners_up=100)
-        if isinstance(answer, Solution) and len(grouped.sides) > 1 and len(problems(seed).sides) == 1:
+        grouped, answer = solve_groupings(small(seed), runners_up=100)
+        if isinstance(answer, Solution) and len(grouped.sides) > 1 and len(small(seed).sides) == 1:
             colocated = next(lost for lost in answer.runners_up if lost.choice == "generation + inference + training")
             assert "slower" in colocated.because or "does not fit" in colocated.because
             return
@@ -186,9 +103,44 @@ def test_equals_exhaustive_enumeration_on_many() -> None:
         check(seed, most=6)
 
 
+def check_against_scip(seed: int, limit_s: float) -> bool:
+    """Give SCIP the same problem; return whether it closed it within the limit."""
+    problem = comparable(seed)
+    theirs, status, _ = scip(problem, limit_s)
+    if status not in CLOSED:
+        return False
+    ours = solve(problem)
+    assert same(ours, theirs), (seed, ours, theirs)
+    return True
+
+
+def test_equals_scip() -> None:
+    assert sum(check_against_scip(seed, limit_s=10.0) for seed in range(1, 13, 2)) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_equals_scip_on_sixty_larger_problems() -> None:
+    closed = 0
+    for seed in range(200):
+        closed += check_against_scip(seed, limit_s=60.0)
+        if closed == 60:
+            return
+    raise AssertionError(f"SCIP closed {closed} of 200 problems")
+
+
+def test_an_answer_does_not_depend_on_what_was_asked_before() -> None:
+    """Tables, and what they remember, serve every pool and every capacity."""
+    asked = realistic(64, concurrent=True)
+    for pool, capacity in ((64, 1.0), (24, 1.0), (64, 0.7), (48, 1.3), (64, 1.0)):
+        again = replace(asked, pool=pool, capacity_bytes=int(asked.capacity_bytes * capacity))
+        phases = tuple(tuple(Phase(phase.name, phase.members) for phase in side) for side in again.sides)
+        assert solve(again) == solve(replace(again, sides=phases))
+
+
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_a_memory_shortfall_is_exact(seed: int) -> None:
-    problem = problems(seed)
+    problem = small(seed)
     tight = Problem(problem.sides, pool=64, capacity_bytes=1, concurrent=problem.concurrent)
     answer = solve(tight)
     assert isinstance(answer, Infeasible) and answer.constraint == "memory"
@@ -199,7 +151,7 @@ def test_a_memory_shortfall_is_exact(seed: int) -> None:
 
 
 def test_a_slot_shortfall_is_exact() -> None:
-    problem = problems(7)
+    problem = small(7)
     answer = solve(Problem(problem.sides, pool=0, capacity_bytes=1 << 20))
     assert isinstance(answer, Infeasible) and answer.constraint == "slots"
     assert isinstance(solve(Problem(problem.sides, answer.shortfall, 1 << 20)), Solution)
@@ -216,7 +168,7 @@ def test_a_model_stage_without_candidates_is_named() -> None:
 @given(st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
 def test_more_slots_or_memory_never_make_it_slower(seed: int) -> None:
-    problem = problems(seed)
+    problem = small(seed)
     answer = solve(problem)
     if isinstance(answer, Solution):
         for larger in (
@@ -229,7 +181,7 @@ def test_more_slots_or_memory_never_make_it_slower(seed: int) -> None:
 
 
 def test_runners_up_say_why_they_lost() -> None:
-    answer = next(found for seed in range(100) if isinstance(found := solve(problems(seed), runners_up=50), Solution))
+    answer = next(found for seed in range(100) if isinstance(found := solve(small(seed), runners_up=50), Solution))
     assert answer.runners_up
     timed = [lost.latency_s for lost in answer.runners_up if lost.latency_s is not None]
     assert timed == sorted(timed) and all(latency >= answer.latency_s * (1 - 1e-12) for latency in timed)
@@ -238,7 +190,7 @@ def test_runners_up_say_why_they_lost() -> None:
 
 def test_equal_problems_get_equal_answers() -> None:
     for seed in range(20):
-        assert solve(problems(seed)) == solve(problems(seed))
+        assert solve(small(seed)) == solve(small(seed))
 
 
 def test_spare_slots_go_to_the_next_slowest() -> None:
@@ -253,7 +205,7 @@ def test_spare_slots_go_to_the_next_slowest() -> None:
 def test_alternatives_keep_model_stages_as_they_are_within_the_limit() -> None:
     met = 0
     for seed in range(60):
-        problem = problems(seed)
+        problem = small(seed)
         best = solve(problem)
         if isinstance(best, Infeasible):
             continue
@@ -269,7 +221,7 @@ def test_alternatives_keep_model_stages_as_they_are_within_the_limit() -> None:
 
 def test_boxes_and_tables_agree() -> None:
     for seed in range(60):
-        problem = problems(seed)
+        problem = small(seed)
         for side in problem.sides:
             tabled, boxed = _SideCurve(side, problem.usable_bytes), Boxes(side, problem.usable_bytes).fit(problem.pool)
             assert tabled.seconds(problem.pool) == (boxed.seconds if boxed else math.inf), seed
