@@ -3,9 +3,9 @@
     python benchmarks/bus.py [--json] [--seconds S]
 
 Two processes on one machine. Round trips: bare asyncio pyzmq without CURVE (the floor that anybody gets), ours with
-CURVE, credit, acknowledgements and typed messages, and a Ray actor call where Ray is installed. Bare and ours take
-turns in short rounds, so that noise hits both. Then messages a second with a window in flight, and the sample plane:
-GB/s of raw frames through shared memory (same host) and through CURVE (what a remote host gets).
+CURVE, credit, acknowledgements and typed messages, and a Ray actor call (benchmarks/peers/ray.sh installs Ray). Bare
+and ours take turns in short rounds, so that noise hits both. Then messages a second with a window in flight, and the
+sample plane: GB/s of raw frames through shared memory (same host) and through CURVE (what a remote host gets).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -34,6 +33,8 @@ from nereus.bus.messages import Ok, Pull
 from nereus.bus.session import Settings
 from nereus.bus.zeromq import ZmqClient, ZmqServer
 
+ROOT = Path(__file__).resolve().parents[1]
+RAY_PYTHON = ROOT / ".venv-peers/ray/bin/python"
 MESSAGE = Pull(7, "rollout-0")
 BARE_BYTES = 64
 FRAME_BYTES = 8 << 20
@@ -193,26 +194,14 @@ async def sample_plane(folder: Path, seconds: float, settings: Settings, *, secu
 
 def ray_round_trips(seconds: float) -> list[float]:
     """Time calls of a Ray actor; empty if Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
+    if not RAY_PYTHON.exists():
         return []
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-
-    @ray.remote
-    class Echo:
-        def call(self, value: bytes) -> bytes:
-            return value
-
-    echo = Echo.remote()
-    times = []
-    for length_s in (seconds / 4, seconds):
-        times = []
-        end = time.perf_counter() + length_s
-        while (start := time.perf_counter()) < end:
-            ray.get(echo.call.remote(bytes(BARE_BYTES)))
-            times.append(time.perf_counter() - start)
-    ray.shutdown()
+    script = ROOT / "benchmarks/peers/ray_calls.py"
+    command = [str(RAY_PYTHON), str(script), str(seconds), str(BARE_BYTES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"the Ray calls failed: {done.stderr[-2000:]}")
+    times: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
     return times
 
 
@@ -265,7 +254,7 @@ def table(figures: dict[str, float | None]) -> str:
                 "round trip, Ray actor call, median",
                 "ray_rtt_ms",
                 "ms",
-                "" if figures["ray_rtt_ms"] else "not installed",
+                "" if figures["ray_rtt_ms"] else "not installed: benchmarks/peers/ray.sh",
             ),
             row(
                 "Ray / Nereus" if figures["ray_rtt_ms"] else f"Ray ({1e3 * RAY_CALL_S} ms, measured earlier) / Nereus",
