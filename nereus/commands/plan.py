@@ -78,14 +78,15 @@ def write_plan(report: bytes, path: Path) -> None:
 
 
 def _refusal(options: Options, question: Question, lost: Infeasible) -> ConfigError:
-    size = question.pricing.cluster.size
-    what = f"no plan fits {options.model} on {size} slots of {question.pricing.cluster.name}: {lost.because}"
+    cluster = question.pricing.cluster
+    pool = f"{cluster.size} slot{'s' if cluster.size > 1 else ''} of {cluster.name}"
+    what = f"no plan fits {options.model} on {pool}: {lost.because}"
     match lost.constraint:
         case "memory":
             what += f": {gib(lost.shortfall)} short"
             remedy = "use more or larger slots, shorter --lengths, a smaller model, or fewer models (--no-reference)"
         case "slots":
-            remedy = f"add at least {lost.shortfall} slots (--slots)"
+            remedy = f"add at least {lost.shortfall} slot(s) (--slots)"
         case _:
             remedy = "change --batch, --slots or the layout asked for"
     return ConfigError(what, where=f"constraint {lost.constraint}", remedy=remedy)
@@ -167,16 +168,14 @@ def _memory(question: Question, found: Found) -> SlotMemory:
 
 
 def _runners_up(solution: Solution) -> Iterator[RunnerUp]:
-    """Yield the nearest losers of each model-stage; one that only loses within its phase's slack is said to."""
+    """Yield the nearest losers of each model-stage; one that only uses up slack is said to."""
     for stage in sorted(one.model_stage for one in solution.candidates):
         lost = [one for one in solution.runners_up if one.choice.startswith(f"{stage} ")]
         for one in lost[:RUNNERS_UP]:
             equal = one.latency_s is not None and one.latency_s <= solution.latency_s * (1 + 1e-9)
             slower = one.because.partition(": ")[2]
             yield (
-                replace(one, because=f"slower itself, hidden behind the slowest of its phase: {slower}")
-                if equal
-                else one
+                replace(one, because=f"slower itself, though the step does not wait for it: {slower}") if equal else one
             )
 
 
