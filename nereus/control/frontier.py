@@ -136,34 +136,66 @@ class PhaseTable:
         for kept in self.joined.values():
             kept.forget()
 
-    def spread(self, slots: int, resident: int, transient: int) -> tuple[int, ...]:
+    def least_transient(self, slots: int, cell: int) -> int:
+        """Return the tightest limit on transient bytes that leaves the phase as fast as in ``cell``."""
+        start = cell - cell % len(self._transients)
+        line: list[float] = self.fastest(slots)[start : cell + 1].tolist()
+        return self._transients[line.index(line[-1])]
+
+    def leanest(self, slots: int, cell: int, transient: int) -> int:
+        """Return the cell with the tightest limit on resident bytes, at this transient one, as fast as ``cell``."""
+        width = len(self._transients)
+        fastest = self.fastest(slots)
+        column = bisect_right(self._transients, transient) - 1
+        least, line = float(fastest[cell]), fastest[column::width].tolist()
+        row = next(row for row, seconds in enumerate(line) if seconds <= least)
+        return row * width + column
+
+    def spread(self, slots: int, cell: int) -> list[int]:
         """Return candidate numbers by member: the slowest member as fast as can be, then the next slowest, and so on.
 
-        A member with slack gets more of it that way: predictions are never perfect. The limits must be reachable.
+        A member with slack gets more of it that way: predictions are never perfect. Something must fit into ``cell``.
         """
-        curves = self._curves(resident, transient)
-        chosen: dict[int, int] = {}
-        left, rest = slots, list(range(len(curves)))
-        while rest:
-            member, level = _bottleneck(curves, rest, left)
-            price = curves[member].slots[level], -curves[member].gains[level]
-            chosen[member] = self._number(member, *price, resident, transient)
-            left -= price[0]
-            rest.remove(member)
-        return tuple([chosen[member] for member in range(len(curves))])
-
-    def _curves(self, resident: int, transient: int) -> list[_Curve]:
-        """Return each member's frontier within limits, without the levels at which nothing fits."""
-        if not self.fits:
-            return [_within(*columns, resident, transient) for columns in self.columns]
-        row = int(self.residents.searchsorted(resident, "right")) - 1
-        cell = row * len(self.transients) + int(self.transients.searchsorted(transient, "right")) - 1
-        found = list[_Curve]()
-        for levels, table in zip(self.levels, self.members, strict=True):
-            gains = (-table[cell]).tolist()
+        row, column = divmod(cell, len(self._transients))
+        curves = list[_Curve]()
+        for levels, table in zip(self._slots, self._gains, strict=True):
+            gains = table[cell].tolist()
             first = bisect_right(gains, -math.inf)
-            found.append(_Curve(levels[first:].tolist(), gains[first:]))
+            curves.append(_Curve(levels[first:], gains[first:]))
+        gain = -float(self.fastest(slots)[cell])
+        return self._spread(curves, slots, int(self.residents[row]), self._transients[column], gain)
+
+    def spread_within(self, slots: int, resident: int, transient: int) -> list[int]:
+        """Do the same without a table."""
+        curves = [_within(*columns, resident, transient) for columns in self.columns]
+        return self._spread(curves, slots, resident, transient, None)
+
+    def _spread(
+        self, curves: Sequence[_Curve], slots: int, resident: int, transient: int, gain: float | None
+    ) -> list[int]:
+        chosen = [0] * len(curves)
+        rest = list(range(len(curves)))
+        while rest:
+            member, level = _bottleneck(curves, rest, slots, gain)
+            gain = None
+            taken, gained = curves[member].slots[level], curves[member].gains[level]
+            chosen[member] = self._number(member, taken, -gained, resident, transient)
+            slots -= taken
+            rest.remove(member)
+        return chosen
+
+    @cached_property
+    def _transients(self) -> list[int]:
+        found: list[int] = self.transients.tolist()
         return found
+
+    @cached_property
+    def _gains(self) -> list[Array]:
+        return [-table for table in self.members]
+
+    @cached_property
+    def _slots(self) -> list[list[int]]:
+        return [levels.tolist() for levels in self.levels]
 
     def _number(self, member: int, level: int, time: float, resident: int, transient: int) -> int:
         """Return the first candidate of ``member`` with this price within the limits."""
@@ -183,29 +215,36 @@ def _within(slots: Array, seconds: Array, kept: Array, passing: Array, resident:
     return _Curve(slots[better].tolist(), (-seconds[better]).tolist())
 
 
-def _bottleneck(curves: Sequence[_Curve], members: Sequence[int], slots: int) -> tuple[int, int]:
-    """Return the member that is slowest when all ``members`` are as fast as ``slots`` allow, and its level."""
+def _bottleneck(curves: Sequence[_Curve], members: Sequence[int], slots: int, gain: float | None) -> tuple[int, int]:
+    """Return the member that is slowest when all ``members`` are as fast as ``slots`` allow, and its level.
+
+    ``gain`` is minus the seconds that they take then, if that is known.
+    """
     if len(members) == 1:
-        (member,) = members
-        curve = curves[member]
-        return member, bisect_left(curve.gains, curve.gains[bisect_right(curve.slots, slots) - 1])
-    # The search runs over minus seconds, as the curves do. Nobody is faster than the slowest member's best.
-    chosen = [curves[member] for member in members]
-    floor = min([curve.gains[-1] for curve in chosen])
-    gains = sorted({gain for curve in chosen for gain in curve.gains if gain <= floor})
+        curve = curves[members[0]]
+        return members[0], bisect_left(curve.gains, curve.gains[bisect_right(curve.slots, slots) - 1])
+    if gain is None:
+        gain = _best_gain([curves[member] for member in members], slots)
+    for member in members:
+        gains = curves[member].gains
+        level = bisect_left(gains, gain)
+        if gains[level] == gain:
+            return member, level
+    raise AssertionError("some member takes as long as all of them")
+
+
+def _best_gain(curves: Sequence[_Curve], slots: int) -> float:
+    """Return minus the least seconds in which all are done that share ``slots``."""
+    floor = min([curve.gains[-1] for curve in curves])
+    gains = sorted([gain for curve in curves for gain in curve.gains if gain <= floor])
     low, high = 0, len(gains) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        gain = gains[middle]
         needed = 0
-        for curve in chosen:
-            needed += curve.slots[bisect_left(curve.gains, gain)]
+        for curve in curves:
+            needed += curve.slots[bisect_left(curve.gains, gains[middle])]
         if needed <= slots:
             low = middle
         else:
             high = middle - 1
-    for member in members:
-        level = bisect_left(curves[member].gains, gains[low])
-        if curves[member].gains[level] == gains[low]:
-            return member, level
-    raise AssertionError("some member takes as long as all of them")
+    return gains[low]

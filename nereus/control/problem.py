@@ -201,14 +201,20 @@ def evaluate(problem: Problem, chosen: tuple[Candidate, ...]) -> Solution | Infe
 
     The definition of the problem in code: the reference that every solver is held to.
     """
-    rest = iter(chosen)
     seconds, shares, memory = list[float](), list[int](), list[int]()
+    at = 0
     for side in problem.sides:
-        groups = [[next(rest) for _ in phase.members] for phase in side]
-        seconds.append(sum(max(one.seconds for one in group) for group in groups))
-        shares.append(max(sum(one.slots for one in group) for group in groups))
-        resident = sum(max(one.resident_bytes for one in group) for group in groups)
-        memory.append(resident + max(one.transient_bytes for group in groups for one in group))
+        time, slots, resident, transient = 0.0, 0, 0, 0
+        for phase in side:
+            group = chosen[at : at + len(phase.members)]
+            at += len(group)
+            time += max([one.seconds for one in group])
+            slots = max(slots, sum([one.dp * one.layout.tp * one.layout.pp for one in group]))
+            resident += max([one.resident_bytes for one in group])
+            transient = max(transient, *[one.transient_bytes for one in group])
+        seconds.append(time)
+        shares.append(slots)
+        memory.append(resident + transient)
     if sum(shares) > problem.pool:
         short = sum(shares) - problem.pool
         return Infeasible("slots", short, f"{sum(shares)} slots are needed and the pool has {problem.pool}")

@@ -94,26 +94,15 @@ class _Joint:
             found = self._fits[slots] = (float(seconds[at]), at) if at >= 0 else (math.inf, at)
         return found
 
-    def limits(self, slots: int, at: int) -> Fit:
-        """Return the tightest limits on memory that leave combination ``at`` as fast as it is."""
-        views = [
-            (
-                table,
-                table.fastest(slots).reshape(len(table.residents), -1),
-                *divmod(int(cells[at]), len(table.transients)),
-            )
-            for table, cells in zip(self.tables, self.cells, strict=True)
-        ]
-        seconds = [float(fastest[row, column]) for _, fastest, row, column in views]
-        transient = max(
-            int(table.transients[(fastest[row] == least).argmax()])
-            for (table, fastest, row, _), least in zip(views, seconds, strict=True)
-        )
-        residents = list[int]()
-        for (table, fastest, _, _), least in zip(views, seconds, strict=True):
-            column = int(table.transients.searchsorted(transient, "right")) - 1
-            residents.append(int(table.residents[(fastest[:, column] <= least).argmax()]))
-        return Fit(sum(seconds), tuple(residents), transient)
+    def numbers(self, slots: int) -> tuple[int, ...]:
+        """Return the candidate numbers, by member, of the fastest combination, within the tightest limits for it."""
+        at = self.fit(slots)[1]
+        chosen = [(table, int(cells[at])) for table, cells in zip(self.tables, self.cells, strict=True)]
+        transient = max([table.least_transient(slots, cell) for table, cell in chosen])
+        found = list[int]()
+        for table, cell in chosen:
+            found += table.spread(slots, table.leanest(slots, cell, transient))
+        return tuple(found)
 
     @cached_property
     def curve(self) -> tuple[list[int], list[float]]:
@@ -178,13 +167,15 @@ class _SideCurve:
         return self._joint.fit(slots)[0]
 
     def numbers(self, slots: int) -> tuple[int, ...]:
-        fit = self._joint.limits(slots, self._joint.fit(slots)[1]) if self._joint else self._fit(slots)
+        if self._joint:
+            return self._joint.numbers(slots)
+        fit = self._fit(slots)
         assert fit is not None
         spread = (
-            phase.table.spread(slots, resident, fit.transient)
+            phase.table.spread_within(slots, resident, fit.transient)
             for phase, resident in zip(self.side, fit.residents, strict=True)
         )
-        return tuple(number for numbers in spread for number in numbers)
+        return tuple([number for numbers in spread for number in numbers])
 
     def _fit(self, slots: int) -> Fit | None:
         if slots not in self._fits:
@@ -263,9 +254,27 @@ class _Beside(_Split):
         return max(left, right)
 
     def _best(self, shares: list[int], slots: int) -> int:
-        """Find where the left side is no longer the slower one: the best is there or just before."""
-        at = bisect_left(shares, True, key=lambda share: self.left.seconds(share) <= self.right.seconds(slots - share))
-        near = shares[max(at - 1, 0) : at + 1]
+        """Find where the left side is no longer the slower one: the best is there or just before.
+
+        Guess, from the last look, that the right side's time is inverse to its slots; halve where guessing is slow.
+        """
+        low, high, middle, looks = 0, len(shares), len(shares) // 2, 0
+        while low < high:
+            rest = slots - shares[middle]
+            right = self.right.seconds(rest)
+            if self.left.seconds(shares[middle]) <= right:
+                high = middle
+            else:
+                low = middle + 1
+            looks += 1
+            middle = (low + high) // 2
+            if looks % 3 and low < high and right < math.inf:
+                work = right * rest
+                guess = bisect_left(
+                    shares, True, low, high, key=lambda share: self.left.seconds(share) * (slots - share) <= work
+                )
+                middle = min(guess, high - 1)
+        near = shares[max(low - 1, 0) : low + 1]
         return min(near, key=lambda share: max(self.left.seconds(share), self.right.seconds(slots - share)))
 
 
