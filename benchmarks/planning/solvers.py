@@ -23,7 +23,7 @@ def exhaustive(problem: Problem) -> float | None:
         for member in problem.members()
     ]
     usable, best = problem.usable_bytes, None
-    cuts, spans = 0, []
+    cuts, spans = 0, list[list[tuple[int, int]]]()
     for side in problem.sides:
         spans.append([])
         for phase in side:
