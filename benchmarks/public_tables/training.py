@@ -10,6 +10,8 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from nereus.control.cost import Passes, Recompute, Setups, Sharding, pass_work
 from nereus.control.efficiency import Work
 from nereus.core.cluster import Cluster, Device, Link, uniform_nodes
@@ -34,6 +36,9 @@ UNFUSED = (
 
 WINDOW = {"mistral-7b": 4096}
 """Tokens that attention looks back, by the start of the model's name."""
+
+MESHED = ("ascend", "cdna3", "cdna4")
+"""Architectures without a switch in the node: a slot has a part of its bandwidth to each of the others."""
 
 TR11_HEADS = {14400: 96}
 """bigscience-tr11 states the heads of this width once, at the head of a section (lines 390 and 428 of its file)."""
@@ -66,7 +71,8 @@ class Row(NamedTuple):
     sequence_parallel: bool
     fused_attention: bool
     cluster: Cluster
-    software: str
+    testbed: str
+    """One revision of the software, with its stated options, on one kind of machine."""
 
 
 class Skipped(NamedTuple):
@@ -200,6 +206,10 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
     if found is None:
         return f"unknown hardware {line['gpu']}"
     cluster, arch = found
+    if arch in MESHED and tp > 1:
+        part = (min(tp, cluster.slots_per_node) - 1) / (cluster.slots_per_node - 1)
+        link = Link(cluster.in_node.latency_s, cluster.in_node.bytes_per_s * part)
+        cluster = structs.replace(cluster, in_node=link)
     dp = whole(line["dp"], max(1, gpus // (tp * pp * cp)))
     seq_len, gbs = whole(line["seq_len"], 0), whole(line["gbs"], 0)
     if not seq_len or not gbs:
@@ -255,5 +265,5 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
         sequence_parallel,
         fused,
         cluster,
-        " ".join(line.get(name, "") or "" for name in ("source", "framework", "commit", "precision")),
+        " ".join(line.get(name, "") or "" for name in ("source", "framework", "commit", "precision", "gpu")),
     )

@@ -176,13 +176,14 @@ def regress(
     spread: Array,
     members: npt.NDArray[np.int64] | None = None,
     iterations: int = 30,
+    noise: float = NOISE,
 ) -> Array:
     """Return the offsets of log efficiencies that best explain the measurements (Gauss-Newton, Huber weights).
 
     Offsets belong to groups of rows: ``spread`` (groups, classes + 1) is the prior standard deviation of each group's
     offsets, the last column being one offset for all classes of the group; 0 leaves an offset out. ``members`` (rows,
     levels) names the groups of each row, whose offsets add up; by default all rows are in group 0. The error of a row
-    is log(predicted / measured), so that long and short steps count alike. Returns an array like ``spread``.
+    is log(predicted / measured), so that long and short steps count alike; beyond ``noise`` it counts less. Returns an array like ``spread``.
     """
     groups = np.zeros((len(measured_s), 1), np.int64) if members is None else members
     offsets, kept = np.zeros_like(spread), np.zeros_like(spread)
@@ -201,7 +202,7 @@ def regress(
     for _ in range(iterations):
         total, share = _predict(unit_s, fixed_s, log_prior, offsets, groups)
         error = np.log(total / measured_s)
-        scaled = np.abs(error) / NOISE
+        scaled = np.abs(error) / noise
         loss = float(np.where(scaled < 1, scaled**2, 2 * scaled - 1).sum() + precision @ offsets.ravel()[used] ** 2)
         if loss < best:
             finished = best - loss < 1e-5 * loss
@@ -209,7 +210,7 @@ def regress(
             if finished:
                 break
             slope = _slope(share, columns, len(used))
-            weight = 1.0 / (NOISE**2 * np.maximum(1.0, scaled))
+            weight = 1.0 / (noise**2 * np.maximum(1.0, scaled))
             normal = slope.T @ (weight[:, None] * slope) + np.diag(precision)
             gradient = slope.T @ (weight * error) + precision * offsets.ravel()[used]
         else:
