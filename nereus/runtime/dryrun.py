@@ -11,13 +11,14 @@ from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_worker
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.render import to_toml
 from nereus.configuration.rules import notes
-from nereus.core.memory import relay_memory, rollout_memory, training_memory
+from nereus.control.cost import Recompute, Setups
+from nereus.control.memory import generation_memory, relay_bytes, training_memory
 from nereus.core.plan import Emu, Plan, Stage
 from nereus.core.shape import ModelShape
 from nereus.runtime.placement import initial_plan
-from nereus.transition.reshard import layer_range
 
 MIB = 1024 * 1024
+_BYTES = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}
 
 
 def describe(job: LoadedJob, shape: ModelShape, *, local_workers: bool) -> str:
@@ -32,38 +33,28 @@ def describe(job: LoadedJob, shape: ModelShape, *, local_workers: bool) -> str:
     return to_toml(job, provenance=True) + "".join(f"# {line}".rstrip() + "\n" for line in comments)
 
 
-def unit_memory(job: LoadedJob, shape: ModelShape, emu: Emu) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield (slot, bytes by purpose) for every slot of ``emu``."""
+def unit_memory(job: LoadedJob, shape: ModelShape, emu: Emu) -> dict[str, float]:
+    """Return the bytes by purpose that the fullest slot of ``emu`` needs, by the planner's memory model.
+
+    Masters, moments and gradients are float32 (float64 for a float64 model); a float32 or float64 model is its own
+    master. A micro-batch may be full for every pipeline rank.
+    """
     config = job.config
-    for index, slot in enumerate(emu.slots):
-        pp_rank, _ = emu.layout.coordinates(index)
-        match emu.model_stage.stage:
-            case Stage.TRAINING:
-                yield (
-                    slot,
-                    training_memory(
-                        shape,
-                        emu.layout,
-                        pp_rank,
-                        layers=len(layer_range(shape.layers, emu.layout.pp, pp_rank)),
-                        dtype=config.model.dtype,
-                        micro_batch_tokens=config.train.micro_batch_tokens,
-                        recompute=config.train.recompute,
-                    ),
-                )
-            case Stage.WEIGHTS:
-                yield slot, relay_memory(shape, dtype=config.model.dtype)
-            case _:
-                yield (
-                    slot,
-                    rollout_memory(
-                        shape,
-                        emu.layout,
-                        dtype=config.model.dtype,
-                        max_live=config.rollout.max_live,
-                        max_tokens=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
-                    ),
-                )
+    compute = _BYTES[config.model.dtype]
+    recompute = Recompute.FULL if config.train.recompute else Recompute.NONE
+    setups = Setups.grid([(emu.layout, 1, 1, recompute)])
+    match emu.model_stage.stage:
+        case Stage.TRAINING:
+            tokens, alive = float(config.train.micro_batch_tokens), float(emu.layout.pp)
+            state = max(compute, 4.0)
+            return training_memory(shape, setups, tokens, alive, compute_bytes=compute, state_bytes=state).table()
+        case Stage.WEIGHTS:
+            return {"published versions": relay_bytes(shape, compute_bytes=compute)}
+    rollout = config.rollout
+    cached = rollout.max_live * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+    return generation_memory(
+        shape, setups, float(rollout.max_live), float(cached), float(rollout.max_prompt_tokens), compute_bytes=compute
+    ).table()
 
 
 def _section(title: str, lines: Iterator[str]) -> list[str]:
@@ -74,9 +65,10 @@ def _section(title: str, lines: Iterator[str]) -> list[str]:
 def _memory(job: LoadedJob, shape: ModelShape, plan: Plan) -> Iterator[str]:
     yield f"the model has {shape.parameters:,} parameters"
     for emu in plan.emus:
-        for slot, parts in unit_memory(job, shape, emu):
-            terms = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items() if size)
-            yield f"slot {slot} ({emu.id}): {sum(parts.values()) / MIB:.1f} MiB = {terms}"
+        parts = unit_memory(job, shape, emu)
+        terms = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
+        for slot in emu.slots:
+            yield f"slot {slot} ({emu.id}): at most {sum(parts.values()) / MIB:.1f} MiB = {terms}"
 
 
 def _processes(job: LoadedJob, plan: Plan, local_workers: bool) -> Iterator[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from nereus.core.memory import relay_memory, rollout_memory, training_memory
 from nereus.core.plan import Layout
 from nereus.core.shape import ModelShape
 
@@ -38,42 +36,3 @@ def test_misfits_name_both_numbers(layout: Layout, parts: tuple[str, ...]) -> No
 def test_fitting_layouts_have_no_misfits() -> None:
     assert not list(QWEN2_5_05B.misfits(Layout(2, 24)))
     assert not list(SMOLLM2_135M.misfits(Layout(3, 30)))
-
-
-def test_optimizer_state_follows_the_dtype() -> None:
-    count = SMOLLM2_135M.parameters
-    memory = {
-        dtype: training_memory(
-            SMOLLM2_135M, Layout(), 0, layers=30, dtype=dtype, micro_batch_tokens=1024, recompute=False
-        )
-        for dtype in ("bfloat16", "float32", "float64")
-    }
-    state = ("parameters", "masters", "gradients", "moments")
-    assert [memory["bfloat16"][name] for name in state] == [2 * count, 4 * count, 4 * count, 8 * count]
-    assert [memory["float32"][name] for name in state] == [4 * count, 0, 4 * count, 8 * count]
-    assert [memory["float64"][name] for name in state] == [8 * count, 0, 8 * count, 16 * count]
-
-
-def test_parts_of_a_model_sum_to_the_whole() -> None:
-    shape = msgspec.structs.replace(SMOLLM2_135M, tied=False)
-    halves = [
-        training_memory(shape, Layout(1, 2), rank, layers=15, dtype="float32", micro_batch_tokens=8, recompute=False)
-        for rank in (0, 1)
-    ]
-    assert sum(half["parameters"] for half in halves) == 4 * shape.parameters
-
-
-def test_recomputation_and_tensor_parallelism_save_activations() -> None:
-    def activations(layout: Layout, recompute: bool) -> int:
-        return training_memory(
-            SMOLLM2_135M, layout, 0, layers=30, dtype="float32", micro_batch_tokens=1024, recompute=recompute
-        )["activations"]
-
-    assert activations(Layout(), True) < activations(Layout(), False) / 5
-    assert activations(Layout(3, 1), False) < activations(Layout(), False)
-
-
-def test_cache_and_relay() -> None:
-    rollout = rollout_memory(SMOLLM2_135M, Layout(), dtype="float32", max_live=64, max_tokens=320)
-    assert rollout["KV cache"] == 64 * 320 * 30 * 2 * 3 * 64 * 4
-    assert relay_memory(SMOLLM2_135M, dtype="float32")["published versions"] == 8 * SMOLLM2_135M.parameters
