@@ -60,9 +60,11 @@ class RunObserver:
             )
         )
         if get("mismatch/first_step_ratio_error", 0.0) > 1e-3:
+            rounded = self._config.model.dtype == "bfloat16"
             self._display.event(
                 "the trainer and the sampler disagree on the first, on-policy step (ratio off by "
-                f"{metrics['mismatch/first_step_ratio_error']:.2g}): check temperature, dropout, masks, stale weights",
+                f"{metrics['mismatch/first_step_ratio_error']:.2g}): check temperature, dropout, masks, stale weights"
+                + ("; bfloat16 alone rounds single tokens this far apart" if rounded else ""),
                 "warning",
             )
         if report.skipped:
