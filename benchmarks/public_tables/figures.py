@@ -82,13 +82,23 @@ def predicted_memory(row: Row) -> tuple[float, float]:
     micro = row.setups.micro_batch
     batches = np.maximum(1.0, np.ceil(row.gbs / (row.setups.dp * micro)))
     memory = training_memory(
-        row.shape, row.setups, micro * row.seq_len, batches, sequence_parallel=row.sequence_parallel
+        row.shape,
+        row.setups,
+        micro * row.seq_len,
+        batches,
+        gradient_bytes=row.gradient_bytes,
+        sequence_parallel=row.sequence_parallel,
+        scored_square=0.0 if row.fused_attention else micro * float(row.seq_len) ** 2,
     )
     return float(memory.resident_bytes()[0]), float(np.asarray(sum(memory.transient.values())).ravel()[0])
 
 
+def peaks(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+    return [(*predicted_memory(row), row.memory_gb * 1e9) for row in rows]
+
+
 def memory_figures(rows: Sequence[Row], seed: int, folds: int) -> dict[str, Any]:
-    """Calibrate on a part of each source's published peaks; check the rest, and the rows that ran out of memory."""
+    """Calibrate on a part of each source's peaks, then its framework's; check the rest, and what ran out of memory."""
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_source[row.source].append(row)
@@ -100,12 +110,17 @@ def memory_figures(rows: Sequence[Row], seed: int, folds: int) -> dict[str, Any]
         error, called, out = list[float](), 0, 0
         for index in range(folds):
             seen = [row for row in known if fold(row, seed, folds) != index]
-            learned = MemoryCalibration().refined([(*predicted_memory(row), row.memory_gb * 1e9) for row in seen])
+            wide = MemoryCalibration().refined(peaks(seen))
+            learned = {
+                name: wide.refined(peaks([row for row in seen if row.framework == name]))
+                for name in {row.framework for row in listed}
+            }
             for row in listed:
                 if fold(row, seed, folds) != index:
                     continue
+                mine = learned[row.framework]
                 state, transient = predicted_memory(row)
-                peak = state + transient * learned.transient_factor + learned.workspace_bytes
+                peak = state + transient * mine.transient_factor + mine.workspace_bytes
                 if row.out_of_memory:
                     out += 1
                     called += peak * MARGIN > row.cluster.device.memory_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from public_tables.training import Row, Skipped, cluster_of, hardware_table, number, whole
 
-from nereus.control.cost import Recompute, Setups
+from nereus.control.cost import STATE_BYTES, Recompute, Setups
 from nereus.control.efficiency import COLUMN, OperationClass
 from nereus.control.generation import generation_work
 from nereus.core.plan import Layout
@@ -106,6 +106,8 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
         batch,
         False,
         True,
+        STATE_BYTES,
+        line["framework"],
         cluster,
         line["framework"],
     )

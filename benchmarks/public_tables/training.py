@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from nereus.control.cost import Passes, Recompute, Setups, Sharding, pass_work
+from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Passes, Recompute, Setups, Sharding, pass_work
 from nereus.control.efficiency import Work
 from nereus.core.cluster import Cluster, Device, Link, uniform_nodes
 from nereus.core.plan import Layout
@@ -21,7 +21,9 @@ from nereus.core.shape import ModelShape
 DATA = Path(__file__).parents[1] / "data"
 
 UNGATED = ("gpt", "bloom", "mpt", "megatron", "nemotron", "starcoder", "opt", "falcon")
-"""Model names whose feed-forward has two matrices; all others have a gate."""
+GATED = ("llama", "qwen", "mistral")
+"""Parts of model names whose feed-forward has two matrices, unless the name has one of the others; all else has a gate.
+"""
 
 
 UNFUSED = (
@@ -33,6 +35,9 @@ UNFUSED = (
     ("jax-toolbox-pax", "BF16"),
 )
 """Sources older than fused attention or built without it, with the precision text that says so ("" for all)."""
+
+SPLIT_ONLY = ("bigscience-tr11", "bigscience-v100", "amp-trials", "sailor-validation", "megatron-sc21")
+"""Sources whose tensor-parallel ranks each keep whole norms and residuals: no sequence parallelism."""
 
 WINDOW = {"mistral-7b": 4096}
 """Tokens that attention looks back, by the start of the model's name."""
@@ -70,6 +75,8 @@ class Row(NamedTuple):
     gbs: int
     sequence_parallel: bool
     fused_attention: bool
+    gradient_bytes: float
+    framework: str
     cluster: Cluster
     testbed: str
     """One revision of the software, with its stated options, on one kind of machine."""
@@ -123,8 +130,10 @@ def precision_class(text: str, source: str) -> str:
     return "16-bit" if "16" in lowered or not lowered else "32-bit"
 
 
-def recompute_of(text: str) -> Recompute:
+def recompute_of(text: str, source: str) -> Recompute:
     lowered = text.lower()
+    if "selective" in lowered and source == "torchtitan":
+        return Recompute.ALTERNATE
     if "selective" in lowered or "minimal" in lowered:
         return Recompute.ATTENTION
     return Recompute.FULL if lowered in ("full", "recompute", "offload") else Recompute.NONE
@@ -143,6 +152,17 @@ def sharding_of(text: str) -> Sharding:
     return Sharding.NONE
 
 
+def state_of(source: str, framework: str, stated: Sharding) -> tuple[Sharding, float]:
+    """Return what replicas share and the bytes of a gradient, by the habits of the software that a source names.
+
+    FlagScale's and Megatron's recipes in flagperf share the optimizer without saying so: 7B on eight slots of 80 GB fit
+    in no other way. Paddle's fp16 level O2 keeps 16-bit gradients.
+    """
+    if source == "flagperf" and framework.startswith(("flagscale", "megatron")) and stated is Sharding.NONE:
+        return Sharding.OPTIMIZER, STATE_BYTES
+    return stated, COMPUTE_BYTES if framework.startswith("paddle") else STATE_BYTES
+
+
 def attended(seq_len: int, window: int) -> float:
     """Return the square of the length with equal causal attention, when each token sees ``window`` tokens at most."""
     return float(seq_len**2 if seq_len <= window else 2 * window * seq_len - window**2)
@@ -155,7 +175,7 @@ def shape_of(row: dict[str, str]) -> ModelShape | None:
         return None
     heads = whole(row["heads"], TR11_HEADS.get(hidden, max(1, hidden // 128)))
     name = row["model"].lower()
-    gated = not any(part in name for part in UNGATED)
+    gated = any(part in name for part in GATED) or not any(part in name for part in UNGATED)
     ffn = whole(row["ffn"], 4 * hidden if not gated else int(8 * hidden / 3))
     vocab = whole(row["vocab"], 51200)
     return ModelShape(layers, hidden, heads, whole(row["kv_heads"], heads), hidden // heads, ffn, vocab, 0, gated=gated)
@@ -217,13 +237,15 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
     micro_batch = min(whole(line["mbs"], 1), max(1, gbs // dp))
     if line["source"] == "torchtitan" and pp > 1:
         micro_batch = 1  # the source states the batch of a replica, which its pipeline cuts into single sequences
+    framework = line.get("framework", "") or ""
+    shared, gradient_bytes = state_of(line["source"], framework, sharding_of(line["sharding"]))
     setups = Setups.grid(
-        [(Layout(tp, pp), dp, micro_batch, recompute_of(line["recompute"]))],
-        sharding=sharding_of(line["sharding"]),
+        [(Layout(tp, pp), dp, micro_batch, recompute_of(line["recompute"], line["source"]))],
+        sharding=shared,
         cp=cp,
         vp=whole(line["vp"], 1),
     )
-    sequence_parallel = tp > 1 and line["source"] not in ("bigscience-tr11", "bigscience-v100", "amp-trials")
+    sequence_parallel = tp > 1 and line["source"] not in SPLIT_ONLY
     window = next((size for name, size in WINDOW.items() if line["model"].lower().startswith(name)), seq_len)
     fused = not any(line["source"].startswith(name) and text in ("", line["precision"]) for name, text in UNFUSED)
     work = pass_work(
@@ -264,6 +286,8 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]]) -> Row | str:
         gbs,
         sequence_parallel,
         fused,
+        gradient_bytes,
+        framework,
         cluster,
         " ".join(line.get(name, "") or "" for name in ("source", "framework", "commit", "precision", "gpu")),
     )

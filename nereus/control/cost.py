@@ -52,6 +52,8 @@ class Recompute(enum.IntEnum):
     """Only the inside of attention (the field's "selective")."""
     FULL = 2
     """Everything but the input of each layer."""
+    ALTERNATE = 3
+    """Every other matrix product and what lies between (the field's "selective per operation")."""
 
 
 class Sharding(enum.IntEnum):
@@ -142,13 +144,14 @@ def pass_work(
     bubble = (shape.layers - layers) / setups.vp / np.maximum(micro_batches, 1.0) / layers
     runs = micro_batches * layers * (1.0 + bubble)
     """Layer passes of one micro-batch on the critical path, bubbles included."""
-    forwards = np.where(setups.recompute == Recompute.FULL, 2.0, 1.0) if passes.backward else np.ones(len(setups))
+    again = np.select([setups.recompute == Recompute.FULL, setups.recompute == Recompute.ALTERNATE], [1.0, 0.5], 0.0)
+    forwards = 1.0 + again * float(passes.backward)
     backward = 2.0 if passes.backward else 0.0
     directions = forwards + backward / 2.0
     _add_compute(work, shape, cluster, setups, tokens, runs, forwards, backward, sequence_parallel)
-    again = np.where((setups.recompute == Recompute.ATTENTION) & (backward > 0), 1.0, 0.0)
+    scored = np.where(setups.recompute == Recompute.ATTENTION, 1.0, np.floor(again)) * float(passes.backward)
     products = FUSED_BACKWARD if fused_attention and backward else backward
-    _add_attention(work, shape, cluster, setups, square, runs * (forwards + again + products), fused_attention)
+    _add_attention(work, shape, cluster, setups, square, runs * (1.0 + scored + products), fused_attention)
     _add_tensor_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_context_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_pipeline(work, shape, cluster, setups, tokens, micro_batches, passes.backward, pipeline_outermost)

@@ -183,7 +183,8 @@ def regress(
     Offsets belong to groups of rows: ``spread`` (groups, classes + 1) is the prior standard deviation of each group's
     offsets, the last column being one offset for all classes of the group; 0 leaves an offset out. ``members`` (rows,
     levels) names the groups of each row, whose offsets add up; by default all rows are in group 0. The error of a row
-    is log(predicted / measured), so that long and short steps count alike; beyond ``noise`` it counts less. Returns an array like ``spread``.
+    is log(predicted / measured), so that long and short steps count alike; beyond ``noise`` it counts less. Returns an
+    array like ``spread``.
     """
     groups = np.zeros((len(measured_s), 1), np.int64) if members is None else members
     offsets, kept = np.zeros_like(spread), np.zeros_like(spread)

@@ -9,6 +9,7 @@ grow with the micro-batch and shrink with recomputation, a calibrated model repr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -26,6 +27,24 @@ WORKSPACE_BYTES = 1.5e9
 """Ours: what an accelerator's driver, libraries and communicators hold before a tensor exists."""
 
 
+LOGIT_BYTES = 12.0
+"""Of each logit in training: 16-bit and 32-bit value, their gradients; measured peaks show 10 to 16."""
+
+SCORE_BYTES = 5.0
+"""Of each attention score that is stored: two 16-bit values and a dropout mask."""
+
+ALTERNATE_SHARE = 0.4
+"""Of a layer's values, what is left when every other product is computed again: input, attention, half the products."""
+
+GATHERED_LAYERS = 2
+"""Layers that a replica with shared parameters holds whole: the running one and the next."""
+
+
+FACTOR_LIMITS = (0.25, 4.0)
+WORKSPACE_LIMITS = (0.1e9, 10e9)
+"""What a calibration may find; beyond that the peaks measure something else."""
+
+
 class MemoryCalibration(Struct, frozen=True):
     """What measured peaks taught: a factor on activations and logits, and the workspace of a slot."""
 
@@ -35,15 +54,32 @@ class MemoryCalibration(Struct, frozen=True):
     def refined(self, peaks: Sequence[tuple[float, float, float]]) -> MemoryCalibration:
         """Return the calibration that explains (state, transient, measured peak) rows in the middle.
 
-        One or two rows move the factor only half way. State is exact and is never scaled; a peak that is below the
-        state leaves the factor at its lower limit.
+        State is exact and is never scaled. From six rows on, the slope between rows is the factor and what is left
+        the workspace (Theil and Sen: medians, so a wild row counts little), if both are plausible. Else only the
+        factor moves, part of the way for one or two rows. A peak below the state leaves it at its lower limit.
         """
-        usable = [(transient, peak - state - self.workspace_bytes) for state, transient, peak in peaks if transient > 0]
+        usable = [(transient, peak - state) for state, transient, peak in peaks if transient > 0]
         if not usable:
             return self
-        middle = median(min(4.0, max(0.25, left / transient)) for transient, left in usable)
+        slopes = [
+            (left - other) / (transient - less)
+            for (transient, left), (less, other) in itertools.combinations(usable, 2)
+            if abs(transient - less) > 0.1 * max(transient, less)
+        ]
+        if len(usable) >= 6 and slopes:
+            slope = median(slopes)
+            rest = median(left - slope * transient for transient, left in usable)
+            if _inside(slope, FACTOR_LIMITS) and _inside(rest, WORKSPACE_LIMITS):
+                return MemoryCalibration(slope, rest)
+        low, high = FACTOR_LIMITS
+        ratios = ((left - self.workspace_bytes) / transient for transient, left in usable)
+        middle = median(min(high, max(low, ratio)) for ratio in ratios)
         trust = min(1.0, len(usable) / 4 + 0.25)
         return replace(self, transient_factor=self.transient_factor * (1 - trust) + middle * trust)
+
+
+def _inside(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
 
 
 class Memory(Struct, frozen=True, eq=False):
@@ -98,40 +134,51 @@ def training_memory(
     *,
     compute_bytes: float = COMPUTE_BYTES,
     state_bytes: float = STATE_BYTES,
+    gradient_bytes: float = STATE_BYTES,
     sequence_parallel: bool = False,
     head: bool = True,
+    scored_square: Array | float = 0.0,
 ) -> Memory:
     """Return the memory of a trainer slot whose micro-batches hold ``tokens`` tokens.
 
     One forward, one backward: the first pipeline rank keeps ``min(pp, micro_batches)`` micro-batches alive, and
     interleaving keeps a part more. Without recomputation all layers keep all their values; with full recomputation each
-    keeps its input, and one layer at a time is whole.
+    keeps its input, and one layer at a time is whole. ``scored_square`` is the sum of squared lengths in a micro-batch
+    where attention stores its scores; fused attention stores none. Replicas that share parameters keep their part of
+    the masters and gather two layers at a time; in a pipeline they keep all gathered and sum gradients at the end.
     """
     count = weights_per_slot(shape, setups)
     shards = setups.dp * setups.cp
     owned = np.where(setups.sharding == Sharding.NONE, 1.0, shards)
-    held = np.where(setups.sharding == Sharding.PARAMETERS, shards, 1.0)
     local = np.asarray(tokens) / setups.cp
     whole = local * layer_activations(shape, setups.tp, sequence_parallel=sequence_parallel) * compute_bytes
+    scores = SCORE_BYTES * np.asarray(scored_square) / setups.cp * shape.heads / setups.tp
     inputs = local * shape.hidden * compute_bytes / (setups.tp if sequence_parallel else 1.0)
     layers = np.ceil(shape.layers / setups.pp)
     interleaved = 1.0 + np.where(setups.vp > 1, (setups.pp - 1.0) / (setups.pp * setups.vp), 0.0)
     alive = np.minimum(setups.pp, micro_batches) * layers * interleaved
     full = setups.recompute == Recompute.FULL
-    activations = np.where(full, alive * inputs + whole, alive * whole)
-    masters = count * state_bytes / owned if state_bytes != compute_bytes else 0.0 * count
+    kept = whole * np.where(setups.recompute == Recompute.ALTERNATE, ALTERNATE_SHARE, 1.0)
+    kept = kept + np.where(setups.recompute == Recompute.ATTENTION, 0.0, scores)
+    activations = np.where(full, alive * inputs + whole + scores, alive * kept)
+    shared = setups.sharding == Sharding.PARAMETERS
+    gathered = shared & (setups.pp == 1)
+    part = GATHERED_LAYERS / layers + shape.embedding_parameters / setups.tp / count
+    masters = count * state_bytes / owned * np.where(shared | (state_bytes != compute_bytes), 1.0, 0.0)
     on_last = np.where(setups.pp > 1, 0.5, 1.0) if head else 0.0
     """The last rank keeps few micro-batches alive, so its logits do not add to the first rank's activations."""
     return Memory(
         {
-            "parameters": np.asarray(count * compute_bytes / held),
+            "parameters": np.asarray(count * compute_bytes * np.where(gathered, np.minimum(1.0, part), 1.0)),
             "masters": np.asarray(masters),
-            "gradients": np.asarray(count * state_bytes / np.where(setups.sharding >= Sharding.GRADIENTS, shards, 1.0)),
+            "gradients": np.asarray(
+                count * gradient_bytes / np.where(gathered | (setups.sharding == Sharding.GRADIENTS), shards, 1.0)
+            ),
             "moments": np.asarray(2.0 * count * state_bytes / owned),
         },
         {
             "activations": np.asarray(activations),
-            "logits": np.asarray(2.0 * local * shape.vocab / setups.tp * state_bytes * on_last),
+            "logits": np.asarray(local * shape.vocab / setups.tp * LOGIT_BYTES * on_last),
         },
     )
 
