@@ -28,6 +28,15 @@ BACKENDS = {
 }
 """(backend name, stage) -> where its class lives; the class is called with the job's configuration."""
 
+TEXT = "nereus.backends.text"
+"""Where the rollout actor's codec lives."""
+
+
+def modules_for(config: JobConfig) -> tuple[str, ...]:
+    """Return the modules that the slots of this job import, for a process that prepares theirs."""
+    wanted = ((config.train.backend, Stage.TRAINING), (config.rollout.backend, Stage.GENERATION))
+    return (TEXT, *(BACKENDS[key][0] for key in wanted if key in BACKENDS))
+
 
 def load_backend(name: str, stage: Stage, config: JobConfig) -> Any:
     """Import and construct a backend; ``ProtocolError`` names the ones that exist."""
@@ -86,7 +95,7 @@ class SlotActor:
             return TrainerActor(trainer, self._slot, self._control, self._wiring)
         if stage is Stage.GENERATION:
             engine = load_backend(self._config.rollout.backend, stage, self._config)
-            codec = importlib.import_module("nereus.backends.text").ModelText(Path(assign.source), self._config)
+            codec = importlib.import_module(TEXT).ModelText(Path(assign.source), self._config)
             transcript = self._transcripts / f"slot-{self._slot}.jsonl"
             return RolloutActor(engine, codec, self._config, self._slot, self._control, self._wiring, transcript)
         raise ProtocolError(f"a slot cannot host {assign.emu.model_stage}")

@@ -20,6 +20,7 @@ import xxhash
 from rich.console import Console
 
 from nereus.actors.names import SUPERVISOR
+from nereus.actors.slot import modules_for
 from nereus.algo.sampler import Cursor
 from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
@@ -144,6 +145,9 @@ class _Assembly:
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
             for leftover in checkpoints.clean():
                 self._display.event(f"removed {leftover.name}: an earlier attempt left it half-done", "warning")
+            processes = LocalProcesses(folder.logs, preload=_preload(config) if self._local_workers else ())
+            stack.push_async_callback(processes.stop, grace_s=2.0)
+            await processes.open()  # it imports while the rest is prepared
             origin = self._origin(checkpoint, dataset)
             if origin is None:
                 made = await self._model()
@@ -152,11 +156,7 @@ class _Assembly:
             stack.callback(journal.close)
             journal.append(self._run_started(origin, dataset))
             store_config(folder, config)
-            processes = LocalProcesses(folder.logs)
-            stack.push_async_callback(processes.stop, grace_s=2.0)
-            services = LocalProcesses(folder.logs, processes.exits)
-            stack.push_async_callback(services.stop, grace_s=2.0)
-            store = await self._start_store(services, plan)
+            store = await self._start_store(processes, plan)
             observer = RunObserver(config, folder, self._display)
             stack.callback(observer.close)
             supervisor = Supervisor(
@@ -288,6 +288,11 @@ class _Assembly:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt, signal.Signals(number).name)
             stack.callback(loop.remove_signal_handler, number)
+
+
+def _preload(config: JobConfig) -> tuple[str, ...]:
+    """Return the modules that the workers of this run import."""
+    return ("nereus.actors.slot", "nereus.actors.weights", "nereus.actors.reward", *modules_for(config))
 
 
 def _worker_arguments(folder: RunFolder, worker: str, address: str) -> list[str]:

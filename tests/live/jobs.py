@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,16 +126,10 @@ def kill(pid: int) -> None:
 
 
 def leftovers(run: Path) -> Iterator[str]:
-    """Yield what the run in a folder has left behind: shared memory and processes.
-
-    A process is known by the whole path of the folder among its arguments; a mere name may stand in any command.
-    """
+    """Yield what the run in a folder has left behind: shared memory and processes, which hold its logs open."""
     yield from (str(path) for path in Path("/dev/shm").glob(f"nereus-{RunPaths(run, 0).host_name}-*"))
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-            except OSError:
-                continue
-            if any(Path(word).is_relative_to(run) for word in words):
-                yield " ".join(words)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(handle.readlink().is_relative_to(run) for handle in (process / "fd").iterdir()):
+                    yield (process / "cmdline").read_text().replace("\0", " ")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from nereus.errors import NereusError
 from nereus.runtime.processes import Exited, LocalProcesses
 
 LIMIT_S = 60.0
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_an_exit_is_reported_once_with_its_cause(tmp_path: Path) -> None:
@@ -61,3 +66,48 @@ def test_one_name_is_one_process(tmp_path: Path) -> None:
         await processes.stop(grace_s=LIMIT_S)
 
     asyncio.run(main())
+
+
+def test_a_lost_server_takes_its_children_along_and_says_so(tmp_path: Path) -> None:
+    async def main() -> tuple[Exited, int]:
+        processes = LocalProcesses(tmp_path)
+        pid = await processes.start("slow", ["http.server", "--bind", "127.0.0.1", "0"])
+        os.kill(_parent(pid), signal.SIGKILL)
+        exited = await asyncio.wait_for(processes.exits.get(), LIMIT_S)
+        with pytest.raises(NereusError, match=r"the fork server ended with code -9; see .*forkserver\.log"):
+            await processes.start("again", ["http.server"])
+        await processes.stop(grace_s=LIMIT_S)
+        return exited, pid
+
+    exited, pid = asyncio.run(main())
+    assert (exited.worker, exited.pid, exited.why) == ("slow", pid, "killed by SIGKILL")
+
+
+def test_a_child_is_like_a_process_of_its_own(tmp_path: Path) -> None:
+    """Its own session, only its own files, the modules of the server, and a clean end after its last line."""
+    (tmp_path / "look.py").write_text(
+        "import os, sys\n"
+        "print('decimal' in sys.modules, os.getsid(0) == os.getpid(), sys.argv[1:], __name__, flush=True)\n"
+        "print(sorted(os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')),"
+        " file=sys.stderr)\n"
+        "sys.exit(3)\n"
+    )
+
+    async def main() -> tuple[str, Exited]:
+        processes = LocalProcesses(tmp_path, preload=["decimal", "nereus.no_such_module"])
+        await processes.start("other", ["http.server", "--bind", "127.0.0.1", "0"])
+        line = await processes.start_announced("look", ["look", "a", "b c"], timeout_s=LIMIT_S)
+        exited = await asyncio.wait_for(processes.exits.get(), LIMIT_S)
+        assert await processes.wait(timeout_s=0.01) == ("other",)
+        await processes.stop(grace_s=LIMIT_S)
+        return line, exited
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        line, exited = asyncio.run(main())
+    assert line == "True True ['a', 'b c'] __main__"
+    assert (exited.worker, exited.code) == ("look", 3)
+    handles = (tmp_path / "look.log").read_text()
+    assert handles.count("pipe") == 1
+    assert "pidfd" not in handles
+    assert "no_such_module" in (tmp_path / "forkserver.log").read_text()
