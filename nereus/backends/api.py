@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from nereus.bus.messages import PullFrom, StepReport
 from nereus.core.plan import Emu, Plan, PolicyVersion, SlotId
-from nereus.transition.reshard import Piece, TensorSpec
+from nereus.transition.primitive import Replica
+from nereus.transition.reshard import Move, Piece, TensorSpec
 
 Interrupt = Literal["keep", "wait", "abort"]
 """What happens to sequences in flight at a weight switch: they go on under the new version on their old KV cache, they
@@ -93,6 +94,32 @@ class TrainBatch(Struct, frozen=True):
     versions: NDArray[np.int32]
 
 
+STATE_KINDS = ("parameter", "exp_avg", "exp_avg_sq")
+"""What a trainer slot holds of each tensor that it trains: the master and both moments, all of the masters' dtype."""
+
+
+class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a slot has written into a file for others to read.
+
+    The file holds each distinct piece of the moves once, in their order, every kind of state of a piece one after the
+    other (``STATE_KINDS``), row-major and without gaps; ``checksums`` (transition/checksum.py) are in that order.
+    ``counters`` are ``step``, ``updates`` and ``self_checked``: the same on all slots of one state.
+    """
+
+    size_bytes: int
+    checksums: tuple[str, ...]
+    counters: dict[str, int]
+
+
+class StateLoan(Struct, frozen=True):
+    """A file that slot ``lender`` has written for ``moves``: all that it was asked to lend, in that order."""
+
+    lender: SlotId
+    moves: tuple[Move, ...]
+    path: Path
+    receipt: Receipt
+
+
 class TrainerBackend(Protocol):
     """One slot of a trainer EMU. Methods block; the actor calls them on its compute thread, one at a time.
 
@@ -129,6 +156,41 @@ class TrainerBackend(Protocol):
     def save(self, folder: Path, step: int) -> bytes:
         """Write this slot's share of parameters, moments and counters into ``folder``, fsync, return a JSON manifest
         entry (see backends/torch/checkpoint.py)."""
+
+    # State moves. Until ``adopt`` a slot keeps the replica that it trains (the committed one) beside those it took.
+
+    def lend(self, moves: Sequence[Move], path: Path) -> Receipt:
+        """Write the pieces of ``moves``, all of which leave this slot, into the existing file ``path``.
+
+        They come from whatever replica this slot holds. ``ValueError`` if it holds a piece of them nowhere;
+        ``TransitionError`` if the file cannot be written.
+        """
+
+    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+        """Hold slot number ``index`` of ``replica`` as well; return the bytes that were read.
+
+        What the moves of ``loans`` bring to this slot is read and verified; the rest must be here already and is not
+        copied. A slot that has nothing yet learns the model from the folder ``model``. ``TransitionError`` names piece
+        and lender if something arrives damaged or of another step; nothing of ``replica`` is held then, and everything
+        else as before.
+        """
+
+    def drop(self, replica: Replica) -> None:
+        """Forget one replica and free what no other needs; without it being held, do nothing.
+
+        This holds for the committed replica as well: dropped before the new plan is certain, it is lost.
+        """
+
+    def adopt(self) -> int:
+        """Train the unit that this slot is assigned to with what it holds of it; return the step that comes next.
+
+        ``ValueError`` if no held replica has the unit's layout and slots. Every other replica is forgotten. Comes after
+        ``assign``, in place of ``load``; also to go on with the committed replica, under a new plan or after a peer was
+        lost.
+        """
+
+    def abandon(self) -> None:
+        """Forget every replica but the committed one."""
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""

@@ -29,7 +29,7 @@ from nereus.transition.primitive import (
     TransitionDag,
     Unpark,
 )
-from nereus.transition.reshard import Move, TensorSpec, moves, piece_bytes, pieces_of
+from nereus.transition.reshard import Held, Move, TensorSpec, moves, piece_bytes, piece_of, pieces_of
 from nereus.transition.run import TransitionRun
 
 
@@ -151,15 +151,17 @@ def largest_shard_bytes(specs: Iterable[TensorSpec], layers: int, layout: Layout
     )
 
 
-def traffic(primitive: Primitive, specs: Iterable[TensorSpec], layers: int) -> tuple[Move, ...]:
+def traffic(
+    primitive: Primitive, specs: Iterable[TensorSpec], layers: int, *, held: Held = piece_of
+) -> tuple[Move, ...]:
     """Return which pieces ``primitive`` copies between slots; what goes to and from host memory is not among them."""
     match primitive:
         case Split(source=source, parts=parts):
-            return moves(specs, layers, [_unit(source)], list(map(_unit, parts)))
+            return moves(specs, layers, [_unit(source)], list(map(_unit, parts)), held=held)
         case Merge(parts=parts, target=target):
-            return moves(specs, layers, list(map(_unit, parts)), [_unit(target)])
+            return moves(specs, layers, list(map(_unit, parts)), [_unit(target)], held=held)
         case Extend(sources=sources, target=target):
-            return moves(specs, layers, list(map(_unit, sources)), [_unit(target)])
+            return moves(specs, layers, list(map(_unit, sources)), [_unit(target)], held=held)
         case Destroy() | Park() | Unpark():
             return ()
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.core.plan import Emu, Layout, SlotId
 
@@ -72,6 +73,10 @@ class Move(Struct, frozen=True, order=True):
     @property
     def name(self) -> str:
         return self.piece.name
+
+
+Held = Callable[[TensorSpec, int, Layout, int], Piece | None]
+"""Which piece of a tensor lies on a slot: ``held(spec, layers, layout, index)``, like ``piece_of``."""
 
 
 # Boxes
@@ -188,6 +193,24 @@ def piece_of(spec: TensorSpec, layers: int, layout: Layout, index: int) -> Piece
     return Piece(spec.name, _replace(piece.start, spec.split, low), _replace(piece.stop, spec.split, high))
 
 
+def held_to_train(tied: Collection[str] = ()) -> Held:
+    """Return what a slot of a trainer unit holds of a tensor, which differs from ``piece_of`` in two ways.
+
+    A tensor that tp does not divide evenly is whole on every tp rank, whatever its ``split``: so ``specs`` may be those
+    of tp=1 for every layout. A tensor named in ``tied`` lies on the last pipeline rank too, which computes with it.
+    """
+
+    def held(spec: TensorSpec, layers: int, layout: Layout, index: int) -> Piece | None:
+        if spec.split is not None and spec.shape[spec.split] % layout.tp:
+            spec = replace(spec, split=None)
+        pp_rank, tp_rank = layout.coordinates(index)
+        if spec.name in tied and pp_rank == layout.pp - 1:
+            return piece_of(spec, layers, Layout(layout.tp), tp_rank)
+        return piece_of(spec, layers, layout, index)
+
+    return held
+
+
 def pieces_of(specs: Iterable[TensorSpec], layers: int, layout: Layout, index: int) -> tuple[Piece, ...]:
     """Return all that slot number ``index`` of a unit holds, in the order of ``specs``."""
     held = (piece_of(spec, layers, layout, index) for spec in specs)
@@ -300,7 +323,9 @@ def offsets_of(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
 # From layout to layout
 
 
-def moves(specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], target: Sequence[Emu]) -> tuple[Move, ...]:
+def moves(
+    specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], target: Sequence[Emu], *, held: Held = piece_of
+) -> tuple[Move, ...]:
     """Return the copies that give every slot of ``target`` its pieces, from slots of ``source``.
 
     What a slot holds already is not moved; every other element comes exactly once. The sender is the one with the
@@ -310,14 +335,14 @@ def moves(specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], targe
     sent: dict[SlotId, int] = defaultdict(int)
     result: list[Move] = []
     for spec in specs:
-        held: dict[Piece, list[SlotId]] = defaultdict(list)
+        holders: dict[Piece, list[SlotId]] = defaultdict(list)
         resident: dict[SlotId, list[Piece]] = defaultdict(list)
-        for slot, piece in _holders(spec, layers, source):
-            held[piece].append(slot)
+        for slot, piece in _holders(spec, layers, source, held):
+            holders[piece].append(slot)
             resident[slot].append(piece)
-        for slot, piece in _holders(spec, layers, target):
+        for slot, piece in _holders(spec, layers, target, held):
             for part in remainder(piece, resident[slot]):
-                result += _fetch(spec, part, slot, held, sent)
+                result += _fetch(spec, part, slot, holders, sent)
             resident[slot].append(piece)
     return tuple(result)
 
@@ -328,10 +353,10 @@ def moved_bytes(specs: Iterable[TensorSpec], copies: Iterable[Move]) -> int:
     return sum(piece_bytes(by_name[copy.name], copy.piece) for copy in copies)
 
 
-def _holders(spec: TensorSpec, layers: int, emus: Sequence[Emu]) -> Iterator[tuple[SlotId, Piece]]:
+def _holders(spec: TensorSpec, layers: int, emus: Sequence[Emu], held: Held) -> Iterator[tuple[SlotId, Piece]]:
     for emu in emus:
         for index, slot in enumerate(emu.slots):
-            piece = piece_of(spec, layers, emu.layout, index)
+            piece = held(spec, layers, emu.layout, index)
             if piece is not None:
                 yield slot, piece
 
