@@ -12,7 +12,7 @@ INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
 FAST := not live and not slow and not chaos and not gpu
 LIVE := (live or slow or chaos) and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
-         nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
+         nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
 .PHONY: run test fast live lint format bench clean
 .DEFAULT_GOAL := run

@@ -13,14 +13,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from nereus.commands.emit import check_framework, emit
 from nereus.commands.planfile import PhaseFigures, PlanReport, SlotMemory, StageFigures, read_plan, to_json
 from nereus.commands.question import Options, question_of
 from nereus.commands.render import render_plan
-from nereus.commands.transition import FORMS, render_transition, transition, transition_object
 from nereus.control.breakdown import breakdown, fits_by_layout
+from nereus.control.choose import Found, Question, start_plan
 from nereus.control.problem import Infeasible, Problem, RunnerUp, Solution, gib, usable_bytes
-from nereus.control.propose import Found, Question, start_plan
 from nereus.core.plan import ModelStage
 from nereus.errors import ConfigError
 
@@ -32,19 +30,18 @@ _ALL = 1000
 def show_plan(options: Options, *, as_json: bool, out: Path | None, framework: str | None) -> str:
     """Return what ``nereus plan`` prints: the plan for people, the JSON object, or another framework's flags."""
     if framework is not None:
-        check_framework(framework)
+        return _show_flags(options, framework, as_json=as_json, out=out)
     report = make_report(options)
     encoded = to_json(report)
     if out is not None:
         write_plan(encoded, out)
-    if framework is not None:
-        emission = emit(report, framework)
-        return msgspec.json.encode(emission).decode() + "\n" if as_json else emission.render()
     return encoded.decode() + "\n" if as_json else render_plan(report)
 
 
 def show_transition(source: Path | None, target: Path | None, *, form: str, as_json: bool) -> str:
     """Return the way from one PLAN file to another: a table with its price, a diagram, or a JSON object."""
+    from nereus.commands.transition import FORMS, render_transition, transition, transition_object
+
     if source is None or target is None:
         missing = "--from" if source is None else "--to"
         raise ConfigError(f"{missing} is missing", where="command line", remedy="give both PLAN files")
@@ -57,6 +54,17 @@ def show_transition(source: Path | None, target: Path | None, *, form: str, as_j
     if as_json:
         return msgspec.json.encode(transition_object(before, after, pricing, found)).decode() + "\n"
     return render_transition(before, after, pricing, found, form=form)
+
+
+def _show_flags(options: Options, framework: str, *, as_json: bool, out: Path | None) -> str:
+    from nereus.commands.emit import check_framework, emit
+
+    check_framework(framework)
+    report = make_report(options)
+    if out is not None:
+        write_plan(to_json(report), out)
+    emission = emit(report, framework)
+    return msgspec.json.encode(emission).decode() + "\n" if as_json else emission.render()
 
 
 def make_report(options: Options) -> PlanReport:

@@ -11,8 +11,8 @@ import re
 from msgspec import Struct
 
 from nereus.control.breakdown import Pricing
+from nereus.control.choose import Pin, Question
 from nereus.control.efficiency import Efficiencies
-from nereus.control.propose import Pin, Question
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout, ModelStage, Replication
 from nereus.core.profiles import load_cluster, load_model, profile_names

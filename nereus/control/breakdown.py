@@ -25,6 +25,15 @@ from nereus.core.workflow import Workflow
 from nereus.core.workload import Workload
 
 
+class Overheads(Struct, frozen=True):
+    """What a move costs beside bytes over links. Ours, cautious, until runs have measured them."""
+
+    communicator_s: float = 0.2
+    communicator_rank_s: float = 0.002
+    release_s: float = 0.01
+    pause_s: float = 0.5
+
+
 class Pricing(Struct, frozen=True):
     """What prices depend on, the model-stage aside."""
 
@@ -36,6 +45,7 @@ class Pricing(Struct, frozen=True):
     efficiencies: Efficiencies
     calibration: MemoryCalibration = MemoryCalibration()
     space: Space = Space()
+    overheads: Overheads = Overheads()
 
     def shape_of(self, stage: ModelStage) -> ModelShape:
         return self.shapes.get(stage.model, self.shapes["policy"])

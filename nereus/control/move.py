@@ -42,15 +42,6 @@ from nereus.transition.primitive import (
 from nereus.transition.run import TransitionRun
 
 
-class Overheads(Struct, frozen=True):
-    """What a move costs beside bytes over links. Ours, cautious, until runs have measured them."""
-
-    communicator_s: float = 0.2
-    communicator_rank_s: float = 0.002
-    release_s: float = 0.01
-    pause_s: float = 0.5
-
-
 class Move(Struct, frozen=True):
     """The way from one plan to another, with its price."""
 
@@ -66,7 +57,7 @@ class Move(Struct, frozen=True):
     stuck: str = ""
 
 
-def move(pricing: Pricing, current: Plan, target: Plan, overheads: Overheads | None = None) -> Move:
+def move(pricing: Pricing, current: Plan, target: Plan) -> Move:
     """Return the way from ``current`` (intact units only) to ``target`` on the pool of ``pricing``."""
     gone = tuple(sorted(set(target.model_stages()) - set(current.model_stages())))
     lost = [str(stage) for stage in gone if stage.stage is Stage.TRAINING]
@@ -74,7 +65,7 @@ def move(pricing: Pricing, current: Plan, target: Plan, overheads: Overheads | N
         return Move(None, 0.0, 0, 0, gone, f"no intact unit holds {', '.join(lost)}: only a checkpoint has it")
     memory, moving = _memories(pricing, current, target)
     kept = Plan(target.epoch, tuple(emu for emu in target.emus if emu.model_stage not in gone))
-    rates = _rates(pricing, overheads or Overheads())
+    rates = _rates(pricing)
     seconds = PrimitiveSeconds(rates, moving)
     groups = tuple(pricing.workflow.concurrency_groups())
     dag = compile_transition(current, kept, groups=groups, memory=memory, seconds=seconds)
@@ -91,12 +82,10 @@ def move(pricing: Pricing, current: Plan, target: Plan, overheads: Overheads | N
     return Move(dag, took + pause, moved, peak, gone)
 
 
-def seconds_of(
-    pricing: Pricing, dag: TransitionDag, overheads: Overheads | None = None
-) -> Callable[[Primitive], float]:
+def seconds_of(pricing: Pricing, dag: TransitionDag) -> Callable[[Primitive], float]:
     """Return the prices of single primitives, for tables."""
     _, moving = _memories(pricing, dag.current, dag.target)
-    return PrimitiveSeconds(_rates(pricing, overheads or Overheads()), moving)
+    return PrimitiveSeconds(_rates(pricing), moving)
 
 
 def wire_bytes(primitive: Primitive, moving: Memory) -> int:
@@ -185,9 +174,9 @@ def _most(sizes: Iterable[int]) -> int:
     return max(sizes, default=0)
 
 
-def _rates(pricing: Pricing, overheads: Overheads) -> TransferRates:
+def _rates(pricing: Pricing) -> TransferRates:
     """Return the rates that links reach, by the efficiencies of sending between neighbours."""
-    cluster, efficiencies = pricing.cluster, pricing.efficiencies
+    cluster, efficiencies, overheads = pricing.cluster, pricing.efficiencies, pricing.overheads
     return TransferRates(
         _reached(cluster.in_node, efficiencies[OperationClass.P2P_IN_NODE]),
         _reached(cluster.cross_node, efficiencies[OperationClass.P2P_CROSS_NODE]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from nereus.control.breakdown import Pricing
+from nereus.control.breakdown import Overheads, Pricing
 from nereus.control.efficiency import Efficiencies, OperationClass
 from nereus.control.memory import MARGIN
-from nereus.control.move import Overheads, move, seconds_of, state_terms, wire_bytes
+from nereus.control.move import move, seconds_of, state_terms, wire_bytes
 from nereus.core.plan import (
     POLICY_GENERATION,
     POLICY_TRAINING,

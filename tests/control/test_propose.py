@@ -12,22 +12,12 @@ from msgspec.structs import replace
 
 from nereus.control.breakdown import Pricing
 from nereus.control.candidates import Space
+from nereus.control.choose import Found, Pin, Question, intact, replications, start_plan
 from nereus.control.controller import BeginTransition, Controller, PlanFound, Restart, Search, SlotsLost, Widening
 from nereus.control.efficiency import Efficiencies
 from nereus.control.monitor import Monitor
 from nereus.control.problem import Infeasible, usable_bytes
-from nereus.control.propose import (
-    Found,
-    Pin,
-    Question,
-    answer,
-    intact,
-    latency_now,
-    propose,
-    replications,
-    start_plan,
-    widened,
-)
+from nereus.control.propose import answer, latency_now, propose, widened
 from nereus.core.plan import POLICY_TRAINING, POLICY_WEIGHTS, Emu, Layout, Plan, Replication
 from nereus.core.profiles import load_cluster, load_model
 from nereus.core.workflow import Algorithm, workflow
