@@ -29,6 +29,19 @@ def errors(predicted: Array, measured: Array) -> dict[str, float]:
     }
 
 
+def noise_floor(rows: Sequence[Row]) -> float:
+    """Return the MAPE that one number per configuration leaves on those measured more than once; NaN if none is.
+
+    No model that sees only the configuration can be better on such rows. Parts of a configuration that the cost model
+    ignores (the number of heads apart from their width, say) count as equal here.
+    """
+    times: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        times[(*row.configuration, row.testbed, str(row.shape.heads))].append(row.measured_s)
+    error = [abs(float(np.median(same)) / one - 1) * 100 for same in times.values() if len(same) > 1 for one in same]
+    return float(np.mean(error)) if error else float("nan")
+
+
 def r2(predicted: Array, measured: Array) -> float:
     spread = float(((measured - measured.mean()) ** 2).sum())
     return 1.0 - float(((predicted - measured) ** 2).sum()) / spread if spread > 0 else float("nan")
@@ -93,23 +106,34 @@ def predicted_memory(row: Row) -> tuple[float, float]:
     return float(memory.resident_bytes()[0]), float(np.asarray(sum(memory.transient.values())).ravel()[0])
 
 
+def has_peak(row: Row) -> bool:
+    """Return whether a row states a peak that its device can hold (a few sources count in powers of two)."""
+    return not row.out_of_memory and 0 < row.memory_gb * 1e9 <= row.cluster.device.memory_bytes * 1.08
+
+
 def peaks(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
     return [(*predicted_memory(row), row.memory_gb * 1e9) for row in rows]
 
 
-def memory_figures(rows: Sequence[Row], seed: int, folds: int) -> dict[str, Any]:
-    """Calibrate on a part of each source's peaks, then its framework's; check the rest, and what ran out of memory."""
+def memory_figures(rows: Sequence[Row], seed: int, folds: int, known: Sequence[Row] = ()) -> dict[str, Any]:
+    """Calibrate on a part of each source's peaks, then its framework's; check the rest, and what ran out of memory.
+
+    ``known`` are rows of another table to calibrate on as well, but for the configurations that are checked.
+    """
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_source[row.source].append(row)
+    checked = {row.configuration for row in rows}
+    others = [row for row in known if row.configuration not in checked and has_peak(row)]
     table = dict[str, Any]()
     for source, listed in sorted(by_source.items()):
-        known = [row for row in listed if 0 < row.memory_gb * 1e9 <= row.cluster.device.memory_bytes * 1.08]
-        if len({row.configuration for row in known}) < 4:
+        told = [row for row in listed if has_peak(row)]
+        same = [row for row in others if row.source == source]
+        if len({row.configuration for row in (*told, *same)}) < 4 or not told:
             continue
         error, called, out = list[float](), 0, 0
         for index in range(folds):
-            seen = [row for row in known if fold(row, seed, folds) != index]
+            seen = same + [row for row in told if fold(row, seed, folds) != index]
             wide = MemoryCalibration().refined(peaks(seen))
             learned = {
                 name: wide.refined(peaks([row for row in seen if row.framework == name]))
@@ -124,7 +148,7 @@ def memory_figures(rows: Sequence[Row], seed: int, folds: int) -> dict[str, Any]
                 if row.out_of_memory:
                     out += 1
                     called += peak * MARGIN > row.cluster.device.memory_bytes
-                elif row in known:
+                elif has_peak(row):
                     error.append(abs(peak / (row.memory_gb * 1e9) - 1) * 100)
         within = float(np.mean(np.array(error) <= 15) * 100) if error else float("nan")
         table[source] = {

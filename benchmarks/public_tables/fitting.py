@@ -1,9 +1,10 @@
 """Which efficiencies explain a part of a table, and how well do they predict the rest?
 
-Offsets in log efficiency add up over four levels: everywhere, hardware and precision, source, and family (source on one
-hardware and precision). Small families lean on what others taught; a family that was never seen is predicted from the
-levels that were. The split is by a hash of the whole configuration and a fixed seed, so equal configurations measured
-twice are never on both sides.
+Offsets in log efficiency add up over five levels: everywhere, hardware and precision, source, family (source on one
+hardware and precision) and testbed (one software revision on one machine; one offset for all its classes). All shrink
+to the prior, so small families lean on what others taught; one never seen is predicted from the levels that were. The
+split is by a hash of the whole configuration and a fixed seed, so equal configurations measured twice are never on
+both sides.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ class Fit:
         offsets = self.offsets[found]
         total: Array = np.exp(self.prior + (offsets[:, :-1] + offsets[:, -1:]).sum(axis=0))
         return total
+
+    def shared(self, row: Row) -> Efficiencies:
+        """Return what holds everywhere and on a row's hardware, without the habits of its source."""
+        found = [self.ids[key] for key in list(enumerate(labels(row)))[:2] if key in self.ids]
+        offsets = self.offsets[found]
+        values = np.exp(self.prior + (offsets[:, :-1] + offsets[:, -1:]).sum(axis=0))
+        return Efficiencies(tuple(values.tolist()))
 
     def predict(self, rows: Sequence[Row]) -> Array:
         return np.array(

@@ -1,6 +1,7 @@
 """What does a row of the public generation table say, in the cost model's terms?
 
-Only static batches of dense 16-bit models: a batch of equal prompts is computed, then equal responses are decoded.
+Static batches of dense 16-bit models (a batch of equal prompts is computed, then equal responses are decoded), and
+whole runs of single requests whose lengths differ.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from pathlib import Path
 import numpy as np
 from public_tables.training import Row, Skipped, cluster_of, hardware_table, number, whole
 
-from nereus.control.cost import STATE_BYTES, Recompute, Setups
-from nereus.control.efficiency import COLUMN, OperationClass
-from nereus.control.generation import generation_work
+from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Recompute, Setups
+from nereus.control.efficiency import COLUMN, OperationClass, Work
+from nereus.control.generation import generation_work, peak_context
+from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout
 from nereus.core.shape import ModelShape
 from nereus.core.workload import Lengths, Workload
 
 SHAPES = {
     "Meta-Llama-3-8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
+    "Llama-3.1-8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25600, 151936, 40960, qk_norm=True),
     "Llama 3.1 8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
     "Llama-2-7b-hf": ModelShape(32, 4096, 32, 32, 128, 11008, 32000, 4096),
     "llama2-7b": ModelShape(32, 4096, 32, 32, 128, 11008, 32000, 4096),
@@ -79,35 +83,89 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
     decode = float(work.unit_s[0, COLUMN[OperationClass.DECODE]])
     if seconds < decode:
         return "faster than reading the weights at peak bandwidth"
-    tokens = batch * (prompt + response)
-    flops = 2.0 * tokens * (shape.layers * shape.active_matrix_parameters + shape.embedding_parameters)
     engine = line["framework"].split(" (")[0]
     where = (engine, line["hardware"], str(gpus), line["model"], "", "", str(prompt), str(response))
+    mean = prompt + response
+    return row_of(row_id, engine, gpu, arch, line["model"], cluster, shape, setups, work, seconds, mean, batch, where)
+
+
+def row_of(
+    row_id: str,
+    engine: str,
+    gpu: str,
+    arch: str,
+    model: str,
+    cluster: Cluster,
+    shape: ModelShape,
+    setups: Setups,
+    work: Work,
+    seconds: float,
+    mean_tokens: int,
+    sequences: int,
+    where: tuple[str, ...],
+) -> Row:
+    tp, pp, dp = (int(values[0]) for values in (setups.tp, setups.pp, setups.dp))
+    weights = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
     return Row(
-        row_id,
-        engine,
-        gpu,
-        arch,
-        line["model"],
-        gpus,
-        "16-bit",
-        f"d{dp}t{tp}p{pp}",
-        (*where, str(tp), str(pp), str(batch)),
-        where,
-        seconds,
-        False,
-        float("nan"),
-        flops / gpus,
-        cluster.device.flops_per_s,
-        work,
-        shape,
-        setups,
-        prompt + response,
-        batch,
-        False,
-        True,
-        STATE_BYTES,
-        line["framework"],
-        cluster,
-        line["framework"],
+        row_id=row_id,
+        source=engine,
+        gpu=gpu,
+        arch=arch,
+        model=model,
+        gpus=cluster.size,
+        precision="16-bit",
+        layout=f"d{dp}t{tp}p{pp}",
+        configuration=(*where, str(tp), str(pp), str(sequences)),
+        sweep=where,
+        measured_s=seconds,
+        out_of_memory=False,
+        memory_gb=float("nan"),
+        flops=2.0 * sequences * mean_tokens * weights / cluster.size,
+        peak=cluster.device.flops_per_s,
+        work=work,
+        shape=shape,
+        setups=setups,
+        seq_len=mean_tokens,
+        gbs=sequences,
+        sequence_parallel=False,
+        fused_attention=True,
+        gradient_bytes=STATE_BYTES,
+        framework=engine,
+        cluster=cluster,
+        testbed=f"{engine} {gpu}",
     )
+
+
+def request_runs(path: Path) -> list[Row]:
+    """Return the runs of a table of single requests: from the first arrival to the last answer, lengths as they were.
+
+    Requests arrive faster than a run answers them, so that each counts as one batch served in waves of as many
+    sequences as the engine's limit and the key-value cache allow (nine tenths of the memory hold weights and cache).
+    """
+    runs: dict[str, list[dict[str, str]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            runs.setdefault(line["bench"], []).append(line)
+    rows, hardware = list[Row](), hardware_table()
+    for name, lines in runs.items():
+        first = lines[0]
+        shape = SHAPES.get(first["model"].rpartition("/")[2])
+        found = cluster_of(first["gpu"], int(first["num_gpus"]), hardware)
+        if shape is None or found is None:
+            continue  # the fourth run is of a model with experts
+        cluster, arch = found
+        tp, dp = int(first["tp"]), int(first["dp"])
+        prompts, responses = (Lengths.of([float(line[key]) for line in lines]) for key in ("in_tokens", "out_tokens"))
+        workload = Workload(prompts, responses, groups=len(lines))
+        room = 0.9 * cluster.device.memory_bytes * tp - COMPUTE_BYTES * shape.parameters
+        cached = COMPUTE_BYTES * shape.layers * shape.kv_values_per_token * peak_context(workload)
+        live = min(float(first["max_num_seqs"]), room / cached)
+        setups = Setups.grid([(Layout(tp, 1), dp, 1, Recompute.NONE)])
+        work = generation_work(shape, cluster, setups, workload, np.array([live]))
+        seconds = max(float(line["arrival_s"]) + float(line["e2e_s"]) for line in lines)
+        mean, count = round(prompts.mean + responses.mean), len(lines)
+        where = ("vLLM", first["gpu"], first["num_gpus"], first["model"], "requests", "", "", "")
+        rows.append(
+            row_of(name, "vLLM", first["gpu"], arch, name, cluster, shape, setups, work, seconds, mean, count, where)
+        )
+    return rows

@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from nereus.control.cost import Passes, Recompute, Setups, Sharding, pass_work
 from nereus.control.efficiency import COLUMN, Efficiencies, OperationClass, Work
+from nereus.control.memory import MARGIN, MemoryCalibration, training_memory, weights_per_slot
 from nereus.core.plan import Layout
 from nereus.core.profiles import load_cluster, load_model
 
@@ -122,3 +124,80 @@ def test_the_slowest_replica_counts_when_the_batch_does_not_divide() -> None:
 def test_the_split_adds_up() -> None:
     priced = work(("t2p2", 4, 1, NONE))
     assert sum(priced.split(PRIOR).values()) == pytest.approx(float(priced.seconds(PRIOR)[0]))
+
+
+def test_attention_that_stores_scores_pays_traffic_and_the_whole_square() -> None:
+    setups = Setups.grid([(Layout(), 1, 1, NONE)])
+    passes = Passes(8, 8 * 2048.0, 8 * 2048.0**2)
+    fused, stored = (pass_work(SHAPE, CLUSTER, setups, passes, fused_attention=kind) for kind in (True, False))
+    assert of(stored, OperationClass.MEMORY) > 1.5 * of(fused, OperationClass.MEMORY)
+    assert of(stored, OperationClass.ATTENTION) == pytest.approx(2 * 3 / 3.5 * of(fused, OperationClass.ATTENTION))
+
+
+def test_heads_too_odd_for_matrix_units_are_slow() -> None:
+    """Sizes of a public comparison: 13,824 channels in 96 heads of 144 or in 128 heads of 108."""
+    setups, passes = Setups.grid([(Layout(), 1, 1, NONE)]), Passes(1, 2048.0, 2048.0**2)
+    even, odd = (
+        pass_work(structs.replace(SHAPE, heads=heads, kv_heads=heads, head_dim=13824 // heads), CLUSTER, setups, passes)
+        for heads in (96, 128)
+    )
+    assert of(odd, OperationClass.ATTENTION) > 5 * of(even, OperationClass.ATTENTION)
+
+
+def test_owners_of_a_shared_optimizer_take_turns() -> None:
+    rows = [("t1p1", dp, 1, NONE) for dp in (8, 64)]
+    few, many = (of(work(*rows, sharding=Sharding.OPTIMIZER), OperationClass.LATENCY, index) for index in (0, 1))
+    assert many > 5 * few > 0
+    assert of(work(rows[1]), OperationClass.LATENCY) < many / 5
+
+
+def test_sharing_gradients_reduces_them_for_every_micro_batch() -> None:
+    rows = ("t1p1", 4, 1, NONE)
+    once, each = (work(rows, sharding=kind) for kind in (Sharding.OPTIMIZER, Sharding.GRADIENTS))
+    assert of(each, OperationClass.GRADIENTS_IN_NODE) > 4 * of(once, OperationClass.GRADIENTS_IN_NODE)
+
+
+def test_layers_that_do_not_divide_leave_room_for_the_head() -> None:
+    """30 layers on four ranks: the last has seven and the vocabulary's projection, the others up to eight."""
+    shape = structs.replace(SHAPE, layers=30)
+    passes = Passes(64, 64 * 2048.0, 64 * 2048.0**2)
+    even, uneven = (pass_work(shape, CLUSTER, Setups.grid([(Layout(1, pp), 1, 1, NONE)]), passes) for pp in (2, 4))
+    assert of(uneven, OperationClass.VOCABULARY) < of(even, OperationClass.VOCABULARY)
+
+
+def test_computing_every_other_product_again_lies_between_none_and_all() -> None:
+    none, some, full = (work(("t1p1", 1, 1, again)) for again in (NONE, Recompute.ALTERNATE, FULL))
+    assert of(none, OperationClass.GEMM) < of(some, OperationClass.GEMM) < of(full, OperationClass.GEMM)
+    assert of(some, OperationClass.ATTENTION) == of(none, OperationClass.ATTENTION)
+
+
+def settings(tokens: int, slots: int, plans: list[tuple[Layout, int]], beside: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of training Llama-3.1-8B, and whether it fits, with ``beside`` bytes a parameter resident too."""
+    cluster = load_cluster("a100-64g", slots)
+    setups = Setups.grid([(layout, slots // layout.slots, micro, NONE) for layout, micro in plans])
+    batch = 512 if slots > 16 else 128
+    priced = pass_work(SHAPE, cluster, setups, Passes(batch, float(batch * tokens), float(batch * tokens**2)))
+    memory = training_memory(SHAPE, setups, setups.micro_batch * tokens, batch / setups.dp / setups.micro_batch)
+    total = memory.resident_bytes() + memory.transient_bytes(MemoryCalibration())
+    total = total + beside * weights_per_slot(SHAPE, setups)
+    return priced.seconds(PRIOR), total * MARGIN <= cluster.device.memory_bytes
+
+
+def test_longer_sequences_turn_the_choice_of_degrees_around() -> None:
+    """The paper's fact on 16 A100-64GB. It leaves open: micro-batch 1, nothing recomputed, rollout weights beside."""
+    plans = [(Layout(2, 2), 1), (Layout(4, 1), 1)]
+    seconds, fits = settings(2048, 16, plans, beside=2.0)
+    assert fits.all() and seconds[0] < seconds[1], "at 2K d4t2p2 is faster"
+    _, fits = settings(4096, 16, plans, beside=2.0)
+    assert fits.tolist() == [False, True], "at 4K only d4t4p1 fits"
+    _, alone = settings(4096, 16, plans, beside=0.0)
+    assert alone.all(), "and without the generation weights both would: the fact needs them"
+
+
+def test_the_best_degrees_differ_between_32_and_256_slots() -> None:
+    plans = [(Layout(tp, pp), micro) for tp in (1, 2, 4) for pp in (1, 2, 4) for micro in (1, 2)]
+    best = []
+    for slots in (32, 256):
+        seconds, fits = settings(4096, slots, plans, beside=0.0)
+        best.append(plans[int(np.argmin(np.where(fits, seconds, np.inf)))][0])
+    assert best[0] != best[1]

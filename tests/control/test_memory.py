@@ -67,8 +67,32 @@ def test_sharing_the_optimizer_leaves_weights_and_gradients() -> None:
     alone = training_memory(SHAPE, setups(Layout(1, 1), dp=4), 1, 1).table()
     shared = training_memory(SHAPE, setups(Layout(1, 1), dp=4, sharding=Sharding.OPTIMIZER), 1, 1).table()
     assert shared["moments"] == alone["moments"] / 4 and shared["gradients"] == alone["gradients"]
-    full = training_memory(SHAPE, setups(Layout(1, 1), dp=4, sharding=Sharding.PARAMETERS), 1, 1).table()
-    assert full["parameters"] == alone["parameters"] / 4
+    scattered = training_memory(SHAPE, setups(Layout(1, 1), dp=4, sharding=Sharding.GRADIENTS), 1, 1).table()
+    assert scattered["gradients"] == alone["gradients"] / 4 and scattered["parameters"] == alone["parameters"]
+
+
+def test_sharing_parameters_gathers_two_layers_unless_a_pipeline_keeps_all() -> None:
+    alone = training_memory(SHAPE, setups(Layout(1, 1), dp=4), 1, 1).table()
+    shared = training_memory(SHAPE, setups(Layout(1, 1), dp=4, sharding=Sharding.PARAMETERS), 1, 1).table()
+    assert shared["parameters"] < alone["parameters"] / 4 and shared["masters"] == alone["masters"] / 4
+    assert shared["gradients"] == alone["gradients"] / 4
+    piped = training_memory(SHAPE, setups(Layout(1, 4), dp=4, sharding=Sharding.PARAMETERS), 1, 1).table()
+    whole = training_memory(SHAPE, setups(Layout(1, 4), dp=4), 1, 1).table()
+    assert piped["parameters"] == whole["parameters"] and piped["gradients"] == whole["gradients"]
+    assert piped["masters"] == whole["masters"] / 4
+
+
+def test_stored_scores_grow_with_the_square_and_recomputation_drops_them() -> None:
+    def kept(again: Recompute, square: float) -> float:
+        memory = training_memory(SHAPE, setups(Layout(1, 1), again=again), 2048, 16, scored_square=square)
+        return memory.table()["activations"]
+
+    fused = kept(NONE, 0.0)
+    scores = kept(NONE, 2048.0**2) - fused
+    assert scores == pytest.approx(5 * 2048**2 * SHAPE.heads * SHAPE.layers)
+    assert kept(Recompute.ATTENTION, 2048.0**2) == fused
+    assert kept(FULL, 2048.0**2) - kept(FULL, 0.0) == pytest.approx(scores / SHAPE.layers), "one layer at a time"
+    assert kept(FULL, 0.0) < kept(Recompute.ALTERNATE, 0.0) < fused
 
 
 def test_a_rollout_holds_weights_and_cache() -> None:
@@ -91,6 +115,16 @@ def test_peaks_correct_the_transient_terms_only() -> None:
     once = MemoryCalibration(workspace_bytes=3e9).refined(peaks[:1])
     assert 1.0 < once.transient_factor < 1.6
     assert MemoryCalibration().refined([]) == MemoryCalibration()
+
+
+def test_many_peaks_tell_the_workspace_from_the_factor() -> None:
+    """Six rows of different size, one of them wild."""
+    peaks = [(20e9, size, 20e9 + size * 1.3 + 4e9) for size in (2e9, 5e9, 8e9, 12e9, 20e9, 30e9)]
+    learned = MemoryCalibration().refined([*peaks, (20e9, 10e9, 75e9)])
+    assert learned.transient_factor == pytest.approx(1.3, rel=0.1)
+    assert learned.workspace_bytes == pytest.approx(4e9, rel=0.3)
+    shrinking = [(20e9, size, 60e9 - size) for size in (2e9, 5e9, 8e9, 12e9, 20e9, 30e9)]
+    assert MemoryCalibration().refined(shrinking).workspace_bytes == MemoryCalibration().workspace_bytes
 
 
 def test_a_slot_sums_all_that_is_on_it() -> None:
