@@ -108,7 +108,7 @@ def _tell(entries: Iterable[Entry]) -> Iterator[Told]:
                 says = story.of(one)
                 if says:
                     yield from steps.take()
-                    yield Told(t, one.__struct_config__.tag, says)  # type: ignore[arg-type]  # ours are all strings
+                    yield Told(t, _kind(one), says)
     yield from _reissues(last, reissued)
     yield from steps.take()
     yield from story.end(last)
@@ -157,6 +157,10 @@ class _Story:
             case record.RunEnded(reason=reason, ok=ok):
                 self.ended = True
                 return f"The run ended {'well' if ok else 'in failure'}: {reason}." + self._unsaved()
+            case _:
+                # Kinds that this story has no words for, but that give a reason, are decisions: told in their own.
+                why = getattr(one, "why", "") or getattr(one, "reason", "")
+                return f"{_kind(one).replace('_', ' ').capitalize()}: {why}." if why else ""
         return ""
 
     def end(self, t: float) -> Iterator[Told]:
@@ -212,6 +216,10 @@ def _reissues(t: float, reissued: dict[str, list[int]]) -> Iterator[Told]:
         count = f"{len(groups)} group{'s' if len(groups) > 1 else ''}"
         yield Told(t, "reissued", f"{count} ({_listed(groups)}) will be generated again: {reason}.")
     reissued.clear()
+
+
+def _kind(one: record.Record) -> str:
+    return str(one.__struct_config__.tag)
 
 
 def _plan(plan: Plan) -> str:
