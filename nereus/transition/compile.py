@@ -38,16 +38,22 @@ from nereus.transition.primitive import (
 MAX_STRIPES = 4
 """So many replicas at most send to one new replica: more do not fill its links any better."""
 
+SMALL = 64
+"""So many primitives at most has a transition that is played through in several ways: the shortest wins."""
+
+MAX_VARIANTS = 8
+
 _CHOICES = 256
 """So many ways to choose the copies that are dropped last are tried before one is parked."""
 
 
 def nominal_seconds(primitive: Primitive) -> float:
     """Return a duration without units for planning without a price: copies dominate, stripes share the work."""
+    kind = type(primitive)
+    if kind is Destroy:
+        return 0.01
     if isinstance(primitive, Extend):
         return 1.0 / len(primitive.sources)
-    if isinstance(primitive, Destroy):
-        return 0.01
     return 0.1 if isinstance(primitive, Merge) and primitive.aligned else 0.5
 
 
@@ -65,34 +71,51 @@ def compile_transition(
     be valid for them. Without ``memory`` only slots count and nothing is parked. ``seconds`` orders what could go in
     several orders; the graph is right whatever it says.
     """
-    return _Compiler(current, target, tuple(tuple(group) for group in groups), memory, seconds).compile()
+    changes = diff(current, target)
+    in_groups = tuple(tuple(group) for group in groups)
+    best = _Compiler(current, target, in_groups, memory, seconds, changes)
+    dag = best.compile()
+    if isinstance(dag, Stuck) or len(dag.primitives) > SMALL:
+        return dag
+    end = best.end_s
+    for variant in range(1, min(best.variants, MAX_VARIANTS)):
+        other = _Compiler(current, target, in_groups, memory, seconds, changes, variant)
+        found = other.compile()
+        if isinstance(found, TransitionDag) and other.end_s < end:
+            dag, end = found, other.end_s
+    return dag
 
 
 class _Copy:
     """A replica while the transition is played through. Identity matters: never compared by value."""
 
-    __slots__ = ("blocked", "doomed", "last_use", "made_by", "merging", "replica", "stage")
+    doomed = False
+    made_by = -1
+    last_use = -1
+    merging: _Merging | None = None
 
-    def __init__(self, replica: Replica, stage: _Stage, *, doomed: bool = False) -> None:
+    def __init__(self, replica: Replica, stage: _Stage) -> None:
         self.replica = replica
         self.stage = stage
-        self.doomed = doomed
-        self.made_by = -1
-        self.last_use = -1
         self.blocked: list[_Acquisition] = []
         """The acquisitions that wait for this copy's slots."""
-        self.merging: _Merging | None = None
 
 
-class _Acquisition:
-    """A replica to be made."""
+class _Doomed(_Copy):
+    """A copy that goes."""
 
-    __slots__ = ("blockers", "copy", "missing", "releases")
+    doomed = True
 
-    def __init__(self, copy: _Copy) -> None:
-        self.copy = copy
-        self.blockers: set[_Copy] = set()
-        self.missing = 0
+
+class _Acquisition(_Copy):
+    """A copy to be made."""
+
+    missing = 0
+    """So many blockers are still there."""
+
+    def __init__(self, replica: Replica, stage: _Stage) -> None:
+        super().__init__(replica, stage)
+        self.blockers: list[_Copy] = []
         self.releases: list[int] = []
         """The primitives that release its slots."""
 
@@ -153,8 +176,8 @@ class _Stage:
         self._fill(change)
 
     def _fill(self, change: StageDiff) -> None:
-        for replica in change.stays:
-            self.idle[_Copy(replica, self)] = None
+        if change.stays and (change.extended or change.mergings):
+            self.idle = dict.fromkeys([_Copy(replica, self) for replica in change.stays])
         parts: dict[tuple[SlotId, ...], _Copy] = {}
         for replica in change.kept:
             parts[replica.slots] = copy = _Copy(replica, self)
@@ -163,18 +186,20 @@ class _Stage:
             made = [_Copy(replica, self) for replica in splitting.kept]
             for part in made:
                 parts[part.replica.slots] = part
-            lost = [_Copy(replica, self, doomed=True) for replica in splitting.dropped]
-            self.lost += lost
-            self.splits.append((_Copy(splitting.source, self), made + lost))
-        self.dropped = [_Copy(replica, self, doomed=True) for replica in change.dropped]
-        self.rescued = bool(self.idle or self.splits)
+            if splitting.dropped:
+                lost = [_Doomed(replica, self) for replica in splitting.dropped]
+                self.lost += lost
+                made += lost
+            self.splits.append((_Copy(splitting.source, self), made))
+        self.dropped = [_Doomed(replica, self) for replica in change.dropped]
+        self.rescued = bool(change.stays or change.kept or change.splittings)
         for merging in change.mergings:
-            new = [_Copy(replica, self) for replica in merging.extended]
-            self.acquisitions += map(_Acquisition, new)
+            new = [_Acquisition(replica, self) for replica in merging.extended]
+            self.acquisitions += new
             resident = [parts[replica.slots] for replica in merging.resident]
             missing = len(new) + (len(resident) if self.splits else 0)
-            self.merges.append(_Merging(resident + new, merging, missing))
-        self.acquisitions += [_Acquisition(_Copy(replica, self)) for replica in change.extended]
+            self.merges.append(_Merging([*resident, *new], merging, missing))
+        self.acquisitions += [_Acquisition(replica, self) for replica in change.extended]
         self.unstarted = len(self.acquisitions)
 
 
@@ -230,10 +255,14 @@ class _Compiler:
         groups: tuple[tuple[ModelStage, ...], ...],
         memory: Memory | None,
         seconds: Callable[[Primitive], float],
+        changes: Sequence[StageDiff],
+        variant: int = 0,
     ) -> None:
         self._current, self._target, self._groups = current, target, groups
         self._memory, self._seconds = memory, seconds
-        changes = diff(current, target)
+        self._variant = variant
+        self.variants = 1
+        """How many ways there are to play it through."""
         in_groups = groups_of([change.model_stage for change in changes], groups)
         self._stages = [_Stage(i, change, in_groups[change.model_stage]) for i, change in enumerate(changes)]
         self._book = None if memory is None or self._roomy(memory) else _MemoryBook(memory, current)
@@ -242,16 +271,21 @@ class _Compiler:
         self._local: list[tuple[int, ...]] = []
         self._resource: list[tuple[int, ...]] = []
         self._now = 0.0
-        self._running: list[tuple[float, int, Callable[[Any, int], None], object]] = []
+        self._running: list[tuple[float, int, Callable[[Any, int], None], Any]] = []
         self._waiting_splits: list[tuple[_Copy, list[_Copy]]] = []
         self._hungry: dict[_Stage, None] = {}
         """Model-stages that wait for memory."""
         self._touched: dict[_Stage, None] = {}
 
+    @property
+    def end_s(self) -> float:
+        """When the last primitive ends."""
+        return self._now
+
     def compile(self) -> TransitionDag | Stuck:
-        for stage in self._stages:
-            if stage.acquisitions and not (stage.rescued or stage.dropped):
-                return Stuck((f"{stage.name} has no copy in the current plan to make {len(stage.acquisitions)} from",))
+        missing = [stage for stage in self._stages if stage.acquisitions and not (stage.rescued or stage.dropped)]
+        if missing:
+            return Stuck(tuple(map(_no_copy, missing)))
         self._block()
         for stage in self._stages:
             self._waiting_splits += stage.splits
@@ -307,19 +341,23 @@ class _Compiler:
                 for group in stage.groups:
                     holders.setdefault(group, {}).update(held)
         for stage in self._stages:
+            if not stage.acquisitions:
+                continue
             maps = [holders[group].get for group in stage.groups if group in holders]
             for acquisition in stage.acquisitions:
-                slots = acquisition.copy.replica.slots
-                blockers: set[_Copy | None] = set()
-                for find in maps:
+                slots = acquisition.replica.slots
+                blockers: set[_Copy | None] = set(map(maps[0], slots)) if maps else set()
+                for find in maps[1:]:
                     blockers.update(map(find, slots))
+                blockers.discard(None)
+                if not blockers:
+                    stage.ready.append(acquisition)
+                    continue
+                acquisition.missing = len(blockers)
                 for blocker in blockers:
                     if blocker is not None:
                         blocker.blocked.append(acquisition)
-                        acquisition.blockers.add(blocker)
-                acquisition.missing = len(acquisition.blockers)
-                if not acquisition.missing:
-                    stage.ready.append(acquisition)
+                        acquisition.blockers.append(blocker)
 
     def _last_copies(self) -> dict[_Stage, _Copy]:
         """Choose, for each model-stage all of whose copies stand in somebody's way, the one that is dropped last.
@@ -335,6 +373,8 @@ class _Compiler:
         if not closed:
             return {}
         options = [_distinct(stage.dropped) for stage in closed]
+        wanted = MAX_VARIANTS if sum([len(stage.acquisitions) for stage in self._stages]) <= SMALL else 1
+        good = list[dict[_Stage, _Copy]]()
         best, opened = {}, -1
         for choice in itertools.islice(itertools.product(*options), _CHOICES):
             chosen = dict(zip(closed, choice, strict=True))
@@ -342,8 +382,13 @@ class _Compiler:
             if count > opened:
                 best, opened = chosen, count
             if count == len(closed):
-                break
-        return best
+                good.append(chosen)
+                if len(good) == wanted:
+                    break
+        if not good:
+            return best
+        self.variants = len(good)
+        return good[self._variant]
 
     def _doom(self, last: dict[_Stage, _Copy]) -> None:
         """Destroy what is in the way; what is not stays as a source while there is something to send."""
@@ -390,10 +435,10 @@ class _Compiler:
     def _start(
         self,
         primitive: Primitive,
-        local: Iterable[int],
+        local: tuple[int, ...],
         resource: Sequence[int],
         then: Callable[[Any, int], None],
-        subject: object,
+        subject: Any,
     ) -> bool:
         """Note ``primitive`` and run it, then call ``then(subject, index)``; False: there is no memory for it now."""
         if self._book:
@@ -403,7 +448,7 @@ class _Compiler:
             resource = sorted(follows.union(resource))
         index = len(self._primitives)
         self._primitives.append(primitive)
-        self._local.append(tuple({i for i in local if i >= 0}))
+        self._local.append(local)
         self._resource.append(tuple(resource))
         heapq.heappush(self._running, (self._now + self._seconds(primitive), index, then, subject))
         return True
@@ -425,14 +470,14 @@ class _Compiler:
 
     def _destroy(self, copy: _Copy) -> None:
         primitive = Destroy(self._next_id(copy.stage, "destroy"), copy.replica)
-        self._start(primitive, (copy.made_by, copy.last_use), (), self._free, copy)
+        self._start(primitive, _after((copy,)), (), self._free, copy)
 
     def _free(self, copy: _Copy, index: int) -> None:
         for acquisition in copy.blocked:
             acquisition.releases.append(index)
             acquisition.missing -= 1
             if not acquisition.missing:
-                stage = acquisition.copy.stage
+                stage = acquisition.stage
                 stage.ready.append(acquisition)
                 self._touched[stage] = None
 
@@ -450,16 +495,18 @@ class _Compiler:
             self._hungry.pop(stage, None)
 
     def _copy(self, stage: _Stage, acquisition: _Acquisition) -> bool:
-        stripes = len(stage.idle) // (len(stage.ready) + 1)
-        if stripes <= 1:
-            sources = [next(iter(stage.idle))]
-        else:
-            sources = list(itertools.islice(stage.idle, min(MAX_STRIPES, stripes)))
-        replicas = tuple([source.replica for source in sources])
-        primitive = Extend(self._next_id(stage, "extend"), replicas, acquisition.copy.replica)
-        before = [index for source in sources for index in (source.made_by, source.last_use)]
+        stripes = min(MAX_STRIPES, len(stage.idle) // (len(stage.ready) + 1))
+        name, target = self._next_id(stage, "extend"), acquisition.replica
+        sources = list(itertools.islice(stage.idle, max(1, stripes)))
+        primitive = Extend(name, tuple([source.replica for source in sources]), target)
+        while len(sources) > 1:
+            fewer = Extend(name, primitive.sources[:-1], target)
+            if self._seconds(fewer) > self._seconds(primitive):
+                break
+            primitive = fewer
+            sources.pop()
         index = len(self._primitives)
-        if not self._start(primitive, before, acquisition.releases, self._copied, (sources, acquisition.copy)):
+        if not self._start(primitive, _after(sources), acquisition.releases, self._copied, (sources, acquisition)):
             return False
         stage.unstarted -= 1
         for source in sources:
@@ -476,8 +523,8 @@ class _Compiler:
     def _unpark(self, stage: _Stage, acquisition: _Acquisition) -> bool:
         assert stage.parked
         replica, parked_by = stage.parked
-        primitive = Unpark(self._next_id(stage, "unpark"), replica, acquisition.copy.replica)
-        if not self._start(primitive, (parked_by,), acquisition.releases, self._complete, acquisition.copy):
+        primitive = Unpark(self._next_id(stage, "unpark"), replica, acquisition.replica)
+        if not self._start(primitive, (parked_by,), acquisition.releases, self._complete, acquisition):
             return False
         stage.unstarted -= 1
         stage.parked = None
@@ -501,8 +548,8 @@ class _Compiler:
             change = merging.change
             parts = tuple([part.replica for part in merging.parts])
             primitive = Merge(self._next_id(stage, "merge"), parts, change.target, change.aligned)
-            before = [index for part in merging.parts for index in (part.made_by, part.last_use)]
-            if not self._start(primitive, before, (), self._complete, _Copy(change.target, stage)):
+            copy = _Copy(change.target, stage)
+            if not self._start(primitive, _after(merging.parts), (), self._complete, copy):
                 self._hungry[stage] = None
                 waiting.append(merging)
                 continue
@@ -539,7 +586,7 @@ class _Compiler:
     def _start_parking(self, copy: _Copy) -> None:
         del copy.stage.idle[copy]
         primitive = Park(self._next_id(copy.stage, "park"), copy.replica)
-        self._start(primitive, (copy.made_by, copy.last_use), (), self._parked, copy)
+        self._start(primitive, _after((copy,)), (), self._parked, copy)
 
     def _parked(self, copy: _Copy, index: int) -> None:
         copy.stage.parked = (copy.replica, index)
@@ -551,10 +598,11 @@ class _Compiler:
         waits: dict[_Stage, tuple[_Stage, str]] = {}
         for stage in self._stages:
             for acquisition in stage.acquisitions:
-                blocker = next((copy for copy in acquisition.blockers if copy in copy.stage.idle), None)
+                held = [copy for copy in acquisition.blockers if copy in copy.stage.idle]
+                blocker = min(held, key=_replica, default=None)
                 if blocker and acquisition.missing:
                     why = (
-                        f"{stage.name} waits for slots of {acquisition.copy.replica}, "
+                        f"{stage.name} waits for slots of {acquisition.replica}, "
                         f"held by {blocker.replica}, the last copy of {blocker.stage.name}"
                     )
                     waits.setdefault(stage, (blocker.stage, why))
@@ -571,15 +619,38 @@ class _Compiler:
         return Stuck(tuple(f"{name} waits for memory that nothing frees" for name in dict.fromkeys(hungry)))
 
 
+def _replica(copy: _Copy) -> Replica:
+    return copy.replica
+
+
+def _after(copies: Iterable[_Copy]) -> tuple[int, ...]:
+    """Return the primitives that must be done before ``copies`` can be read or dropped."""
+    found: set[int] = set()
+    for copy in copies:
+        if copy.made_by >= 0:
+            found.add(copy.made_by)
+        if copy.last_use >= 0:
+            found.add(copy.last_use)
+    return tuple(sorted(found)) if found else ()
+
+
+def _no_copy(stage: _Stage) -> str:
+    wanted = stage.acquisitions[0].replica
+    return (
+        f"{stage.name} has no copy in the current plan, so nothing can send the {len(stage.acquisitions)} that the "
+        f"target plan wants (the first is {wanted}): load it from a checkpoint, or leave it out of the target plan"
+    )
+
+
 def _stage_order(stage: _Stage) -> int:
     return stage.order
 
 
 def _distinct(copies: Sequence[_Copy]) -> list[_Copy]:
     """Return the copies that stand in the way of different acquisitions, the least wanted first."""
-    found: dict[frozenset[int], _Copy] = {}
+    found: dict[tuple[int, ...], _Copy] = {}
     for copy in copies:
-        found.setdefault(frozenset(map(id, copy.blocked)), copy)
+        found.setdefault(tuple(map(id, copy.blocked)), copy)
     return sorted(found.values(), key=lambda copy: len(copy.blocked))
 
 

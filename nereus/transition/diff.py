@@ -9,6 +9,7 @@ target.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -95,23 +96,50 @@ def _stage_diff(model_stage: ModelStage, before: Sequence[Emu], after: Sequence[
     if not before or not after:
         return StageDiff(model_stage, dropped=_replicas(before), extended=_replicas(after))
     layout, wanted = before[0].layout, after[0].layout
-    stays: tuple[Replica, ...] = ()
     if layout == wanted:
-        old, new = {emu.slots for emu in before}, {emu.slots for emu in after}
-        if old == new:
-            return StageDiff(model_stage, stays=_replicas(before))
-        stays = _replicas(emu for emu in before if emu.slots in new)
-        before = [emu for emu in before if emu.slots not in new]
-        after = [emu for emu in after if emu.slots not in old]
+        return _moved(model_stage, before, after)
     common = common_layout(layout, wanted)
     if common == layout:
-        return _without_splits(model_stage, stays, before, after)
+        return _without_splits(model_stage, before, after)
     return _with_splits(model_stage, before, after, common)
 
 
-def _without_splits(
-    model_stage: ModelStage, stays: tuple[Replica, ...], before: Sequence[Emu], after: Sequence[Emu]
-) -> StageDiff:
+def _moved(model_stage: ModelStage, before: Sequence[Emu], after: Sequence[Emu]) -> StageDiff:
+    """Keep units on the same slots; reshuffle one in place where only the order of its slots differs."""
+    layout = before[0].layout
+    old, new = {emu.slots for emu in before}, {emu.slots for emu in after}
+    both = old & new
+
+    def replicas(units: Iterable[Slots]) -> tuple[Replica, ...]:
+        return tuple([Replica(model_stage, layout, slots) for slots in units])
+
+    if len(both) == len(old):
+        return StageDiff(model_stage, stays=_replicas(before), extended=replicas(sorted(new - both)))
+    gone, wanted = sorted(old - both), sorted(new - both)
+    sources: dict[Slots, Slots] = {}
+    """Which unit becomes which."""
+    if not {slot for slots in gone for slot in slots}.isdisjoint(itertools.chain(*wanted)):
+        on_slots = {frozenset(slots): slots for slots in gone}
+        for slots in wanted:
+            if source := on_slots.get(frozenset(slots)):
+                sources[slots] = source
+    kept = set(sources.values())
+    return StageDiff(
+        model_stage,
+        stays=replicas(sorted(both)),
+        kept=replicas([slots for slots in gone if slots in kept]) if kept else (),
+        dropped=replicas([slots for slots in gone if slots not in kept] if kept else gone),
+        extended=replicas([slots for slots in wanted if slots not in sources] if kept else wanted),
+        mergings=tuple(
+            [
+                Merging(replicas((source,)), (), Replica(model_stage, layout, slots), False)
+                for slots, source in sources.items()
+            ]
+        ),
+    )
+
+
+def _without_splits(model_stage: ModelStage, before: Sequence[Emu], after: Sequence[Emu]) -> StageDiff:
     """Merge whole units that lie inside a wanted unit; make the rest of it, or all of it, anew."""
     owner = _owners(before)
     old = _replicas(before)
@@ -137,7 +165,6 @@ def _without_splits(
         mergings.append(Merging(resident, new, target, aligned))
     return StageDiff(
         model_stage,
-        stays=stays,
         kept=tuple([old[i] for i in sorted(used)]),
         dropped=tuple([replica for i, replica in enumerate(old) if i not in used]),
         extended=tuple(extended),
