@@ -26,6 +26,8 @@ def format_seconds(seconds: float) -> str:
     """Return a duration with three significant digits: ``82.1 s``, ``4.30 ms``, ``2.1 h``."""
     if abs(seconds) >= 7200:
         return f"{seconds / 3600:.1f} h"
+    if abs(seconds) >= 1000:
+        return f"{seconds:.0f} s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
