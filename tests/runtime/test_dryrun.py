@@ -23,7 +23,7 @@ def memory(stage: ModelStage, *settings: tuple[str, str], layout: Layout | None 
     [("bfloat16", (2, 4, 4, 8)), ("float32", (4, 0, 4, 8)), ("float64", (8, 0, 8, 16))],
 )
 def test_optimizer_state_follows_the_dtype(dtype: str, bytes_each: tuple[int, ...]) -> None:
-    exact = [("run.deterministic", "true"), ("async.staleness", "0"), ("async.interrupt", "wait")]
+    exact = [("run.deterministic", "true"), ("async.staleness", "0"), ("rollout.interrupt", "wait")]
     found = memory(POLICY_TRAINING, ("model.dtype", dtype), *(exact if dtype == "float64" else []))
     each = [found.get(name, 0.0) / SHAPE.parameters for name in ("parameters", "masters", "gradients", "moments")]
     assert each == pytest.approx(bytes_each, rel=1e-3)
