@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,14 +20,24 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from nereus.algo.sampler import SampleOrder
-from nereus.backends.api import Completion, Interrupt, SampleRequest, TrainBatch
+from nereus.backends.api import (
+    STATE_KINDS,
+    Completion,
+    Interrupt,
+    Receipt,
+    SampleRequest,
+    StateLoan,
+    TrainBatch,
+)
+from nereus.backends.holdings import Holdings, within
 from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.bus.endpoint import Delivery, PeerGone
 from nereus.bus.messages import Message, PullFrom, Refused, Score, Scored, StepReport
-from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
+from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
 from nereus.errors import CheckpointError, TransitionError
 from nereus.transition.checksum import piece_checksum, tensors_checksum
-from nereus.transition.reshard import Piece, TensorSpec, piece_of, publication
+from nereus.transition.primitive import Replica
+from nereus.transition.reshard import Move, Piece, TensorSpec, held_to_train, publication
 
 SPECS = (
     TensorSpec("embed", (8, 4), "float32", split=0, layer=-1),
@@ -35,6 +46,7 @@ SPECS = (
     TensorSpec("norm", (4,), "float32"),
 )
 LAYERS = 2
+TIED = {"lm_head": "embed"}
 
 
 class Pace(Struct, frozen=True):
@@ -123,38 +135,94 @@ class FakeRollout:
         return np.concatenate(parts)
 
 
+class ArrayMemory:
+    """Numpy arrays are in the memory of the host already."""
+
+    itemsize = 4
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return np.empty(shape, np.float32)
+
+    def export(self, array: NDArray[np.float32]) -> NDArray[Any]:
+        return np.ascontiguousarray(array)
+
+    def fill(self, array: NDArray[np.float32], read: Callable[[NDArray[Any]], None]) -> None:
+        landing = np.ascontiguousarray(array)
+        read(landing)
+        array[...] = landing
+
+
+class ArrayRoom:
+    """One slot's share of the fake model as numpy arrays."""
+
+    def __init__(self, layout: Layout, index: int) -> None:
+        held = held_to_train(frozenset(TIED.values()))
+        found = {spec.name: held(spec, LAYERS, layout, index) for spec in SPECS}
+        self.pieces: Mapping[str, Piece] = {name: piece for name, piece in found.items() if piece is not None}
+        self._arrays: dict[tuple[str, str], NDArray[np.float32]] = {}
+
+    def view(self, kind: str, name: str) -> NDArray[np.float32]:
+        if (kind, name) not in self._arrays:
+            shape = [stop - start for start, stop in zip(*self._bounds(name), strict=True)]
+            self._arrays[kind, name] = np.full(shape, np.nan, np.float32)
+        return self._arrays[kind, name]
+
+    def release(self, kind: str) -> None:
+        self._arrays = {key: array for key, array in self._arrays.items() if key[0] != kind}
+
+    def add(self, amount: float) -> None:
+        """Add to every element."""
+        for kind in STATE_KINDS:
+            for name in self.pieces:
+                self.view(kind, name)[...] += amount
+
+    def expect(self, value: float) -> dict[tuple[str, str], NDArray[np.float32]]:
+        """Return what the share must be after ``value`` updates: moments tell elements apart, parameters do not."""
+        result = {}
+        for number, kind in enumerate(STATE_KINDS):
+            for spec in SPECS:
+                if spec.name in self.pieces:
+                    codes = np.arange(np.prod(spec.shape), dtype=np.float32).reshape(spec.shape) * number
+                    box = tuple(map(slice, *self._bounds(spec.name)))
+                    result[kind, spec.name] = codes[box] + np.float32(value)
+        return result
+
+    def _bounds(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.pieces[name].start, self.pieces[name].stop
+
+
 class FakeTrainer:
-    """A ``TrainerBackend`` whose policy counts its updates."""
+    """A ``TrainerBackend`` whose policy counts its updates; its state is small and real, so moves can be checked."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._value = 0.0
         self._step = 0
+        self._value = 0
         self._pieces: tuple[Piece, ...] = ()
-        self._held: tuple[Piece, ...] = ()
         self._slot = -1
-        self._lead = False
+        self._emu: Emu | None = None
+        self._room: ArrayRoom | None = None
+        self._holdings: Holdings[ArrayRoom] = Holdings(ArrayMemory())
 
     def assign(self, emu: Emu, plan: Plan, slot: SlotId, *, store: str) -> None:
         units = plan.of(POLICY_TRAINING)
-        index = emu.slots.index(slot)
-        self._slot = slot
-        self._lead = units[0].slots[0] == slot
-        self._pieces = publication(SPECS, LAYERS, emu.layout, index, units.index(emu), len(units))
-        held = (piece_of(spec, LAYERS, emu.layout, index) for spec in SPECS)
-        self._held = tuple(piece for piece in held if piece is not None) if units[0] == emu else ()
+        self._slot, self._emu = slot, emu
+        self._pieces = publication(SPECS, LAYERS, emu.layout, emu.slots.index(slot), units.index(emu), len(units))
 
     def load(self, source: Path) -> int:
-        if not (source / MANIFEST).exists():
-            return 0
-        manifest = read_manifest(source)
-        files = [load_file(source / slot.file) for slot in manifest.slots]
-        values = {float(value) for arrays in files for array in arrays.values() for value in array.flat}
-        if len(values) != 1:
-            raise CheckpointError(f"{source} mixes the versions {sorted(values)}")
-        self._value = values.pop()
-        self._step = manifest.step
-        return manifest.step
+        if (source / MANIFEST).exists():
+            manifest = read_manifest(source)
+            files = [load_file(source / slot.file) for slot in manifest.slots]
+            values = {float(value) for arrays in files for array in arrays.values() for value in array.flat}
+            if len(values) != 1:
+                raise CheckpointError(f"{source} mixes the versions {sorted(values)}")
+            self._value, self._step = int(values.pop()), manifest.step
+        emu = self._unit
+        self._room = ArrayRoom(emu.layout, emu.slots.index(self._slot))
+        for (kind, name), array in self._room.expect(self._value).items():
+            self._room.view(kind, name)[...] = array
+        self._holdings.commit(Replica.of(emu), self._room, self._counters)
+        return self._step
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -162,7 +230,7 @@ class FakeTrainer:
 
     @property
     def tied(self) -> dict[str, str]:
-        return {"lm_head": "embed"}
+        return TIED
 
     def share(self, batch: TrainBatch | None) -> TrainBatch:
         if batch is not None:
@@ -171,7 +239,8 @@ class FakeTrainer:
         return TrainBatch(self._step, self._step, ints, ints, ints, none, ints, none.astype(np.float32), ints)
 
     def train(self, batch: TrainBatch) -> StepReport:
-        self._value += 1.0
+        self._share.add(1.0)
+        self._value += 1
         self._step = batch.step + 1
         metrics = {"reward/mean": float(np.nanmean(batch.rewards)), "loss": 0.0} if len(batch.rewards) else {}
         tokens = int(batch.lengths.sum() + batch.prompt_lengths.sum())
@@ -186,15 +255,14 @@ class FakeTrainer:
         for piece in pieces:
             target = np.memmap(path, np.float32, "r+", offsets[piece.name], shapes[piece.name])
             box = tuple(slice(start, stop) for start, stop in zip(piece.start, piece.stop, strict=True))
-            target[box] = self._value
+            target[box] = self._parameter(piece)
             checksums.append(piece_checksum(np.ascontiguousarray(target[box])))
         return checksums
 
     def save(self, folder: Path, step: int) -> bytes:
         stored, arrays = [], {}
         for piece in self._pieces:
-            shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
-            array = np.full(shape, self._value, np.float32)
+            array = np.ascontiguousarray(self._parameter(piece))
             stored.append(
                 StoredPiece("parameter", piece.name, piece.start, piece.stop, "float32", piece_checksum(array))
             )
@@ -203,8 +271,62 @@ class FakeTrainer:
         save_file(arrays, path)
         return msgspec.json.encode(SlotFile(path.name, path.stat().st_size, step, {"updates": step}, tuple(stored)))
 
+    def lend(self, moves: Sequence[Move], path: Path) -> Receipt:
+        self._count()
+        return self._holdings.lend(moves, path)
+
+    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+        self._count()
+        return self._holdings.take(replica, index, loans, lambda: ArrayRoom(replica.layout, index))
+
+    def drop(self, replica: Replica) -> None:
+        self._count()
+        if replica == self._holdings.committed:
+            self._room = None
+        self._holdings.drop(replica)
+
+    def adopt(self) -> int:
+        """Also check every element: ``TransitionError`` names a tensor that is not what training has made of it."""
+        replica = Replica.of(self._unit)
+        self._holdings.require(replica)
+        self._count()
+        counters = self._holdings.counters
+        room = self._holdings.settle(replica)
+        for (kind, name), array in room.expect(counters["updates"]).items():
+            if not np.array_equal(room.view(kind, name), array):
+                raise TransitionError(f"{kind} of {name} on slot {self._slot} is not that of {counters}")
+        self._room, self._step, self._value = room, counters["step"], counters["updates"]
+        return self._step
+
+    def abandon(self) -> None:
+        self._holdings.abandon()
+
     def close(self) -> None:
         """Nothing to leave."""
+
+    @property
+    def _unit(self) -> Emu:
+        if self._emu is None:
+            raise ValueError("this slot is not assigned to a unit yet")
+        return self._emu
+
+    @property
+    def _share(self) -> ArrayRoom:
+        if self._room is None:
+            raise ValueError("this slot has not loaded a model yet")
+        return self._room
+
+    @property
+    def _counters(self) -> dict[str, int]:
+        return {"step": self._step, "updates": self._value, "self_checked": 0}
+
+    def _count(self) -> None:
+        if self._room is not None:
+            self._holdings.count(self._counters)
+
+    def _parameter(self, piece: Piece) -> NDArray[np.float32]:
+        share = self._share
+        return share.view("parameter", piece.name)[within(piece, share.pieces[piece.name])]
 
 
 class FakeReward:

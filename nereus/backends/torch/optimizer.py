@@ -10,11 +10,20 @@ finite changes nothing, not even the schedule; warm-up and decay count applied u
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from nereus.config import TrainConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS = ("parameter", *_MOMENTS)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of masters and moments of a model in ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
@@ -35,11 +44,19 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 class FlatAdamW:
     """Masters, gradient and moments of one slot as flat buffers of equal layout."""
 
-    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, config: TrainConfig) -> None:
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        self.master = torch.zeros(elements, dtype=exact, device=device)
+    def __init__(
+        self,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: TrainConfig,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Train in buffers of zeros, or in those of ``state``, by kind, which become the optimizer's own."""
+        kept = state or {kind: torch.zeros(elements, dtype=exact_dtype(dtype), device=device) for kind in _KINDS}
+        self.master = kept["parameter"]
         self.gradient = torch.zeros_like(self.master)
-        self.compute = self.master if dtype == exact else torch.zeros(elements, dtype=dtype, device=device)
+        self.compute = self.master if dtype == self.master.dtype else torch.zeros(elements, dtype=dtype, device=device)
         self._parameter = torch.nn.Parameter(self.master)
         self._parameter.grad = self.gradient
         self._optimizer = torch.optim.AdamW(
@@ -51,7 +68,7 @@ class FlatAdamW:
             fused=True,
         )
         self._steps = torch.zeros((), dtype=torch.float32, device=device)
-        self.moments = {"exp_avg": torch.zeros_like(self.master), "exp_avg_sq": torch.zeros_like(self.master)}
+        self.moments = {kind: kept[kind] for kind in _MOMENTS}
         self._optimizer.state[self._parameter] = {"step": self._steps, **self.moments}
         self._applied = 0
 

@@ -16,7 +16,7 @@ import gc
 import math
 import mmap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -30,35 +30,31 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nereus.algo.advantage import zero_std_groups
-from nereus.backends.api import TrainBatch
+from nereus.backends.api import Receipt, StateLoan, TrainBatch
+from nereus.backends.holdings import Holdings
 from nereus.backends.torch import checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
 from nereus.backends.torch.groups import TrainerGroups, form_trainer_groups
 from nereus.backends.torch.loss import METRICS, grpo_loss, log_probabilities
 from nereus.backends.torch.model import (
     DTYPES,
-    Entry,
     Holding,
     StageModel,
-    build_meta,
-    check_layout,
     holding_slice,
-    lay_out,
     materialize,
-    read_architecture,
-    tensor_specs,
-    tied_names,
 )
-from nereus.backends.torch.optimizer import FlatAdamW, learning_rate
+from nereus.backends.torch.optimizer import FlatAdamW, exact_dtype, learning_rate
 from nereus.backends.torch.pipeline import Pipeline
 from nereus.backends.torch.sharing import broadcast_batch
+from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
 from nereus.errors import ConfigError, TransitionError
 from nereus.transition import reshard
 from nereus.transition.checksum import piece_checksum
-from nereus.transition.reshard import Piece, TensorSpec
+from nereus.transition.primitive import Replica
+from nereus.transition.reshard import Move, Piece, TensorSpec
 
 _log = structlog.get_logger()
 
@@ -123,14 +119,14 @@ class TorchTrainer:
         torch.set_num_threads(config.cluster.threads_per_slot)
         self._groups = TrainerGroups()
         self._place: _Place | None = None
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._tied: dict[str, str] = {}
-        self._layers = 0
-        self._vocabulary = 0
-        self._entries: tuple[Entry, ...] = ()
+        self._blueprint: Blueprint | None = None
+        self._reference_folder: Path | None = None
+        self._holdings: Holdings[FlatRoom] = Holdings(TorchMemory(exact_dtype(self._dtype), self._device))
+        self._room: FlatRoom | None = None
         self._optimizer: FlatAdamW | None = None
         self._share_of_policy: _Share | None = None
         self._share_of_reference: _Share | None = None
+        self._step = 0
         self._self_checked = False
         self._seconds = dict.fromkeys(_CLOCKS, 0.0)
 
@@ -152,33 +148,22 @@ class TorchTrainer:
         """
         place = self._placed
         resumed = checkpoint.is_checkpoint(source)
-        folder = checkpoint.model_folder(source) if resumed else source
-        config = read_architecture(folder)
-        check_layout(config, place.emu.layout)
-        if self._train.loss.kl_coefficient:
-            reference = self._reference_folder(source, resumed)
-        model = build_meta(config, self._config.model.attention, self._dtype)
-        self._specs = tensor_specs(model, place.emu.layout, self._config.model.dtype)
-        self._tied = tied_names(model)
-        self._layers = config.num_hidden_layers
-        self._vocabulary = config.vocab_size
-        if config.vocab_size % place.emu.layout.tp:
-            _log.info("vocabulary kept whole on every tp rank", vocabulary=config.vocab_size, tp=place.emu.layout.tp)
-        self._entries, elements = lay_out(model, self._specs, place.emu.layout, place.index)
-        self._optimizer = FlatAdamW(elements, self._dtype, self._device, self._train)
-        step = self._restore(source) if resumed else self._read_weights(source, self._optimizer.master)
-        self._optimizer.refresh()
-        self._share_of_policy = self._build(model, self._optimizer.compute, self._train.recompute)
-        self._collect_gradients(self._share_of_policy)
-        self._share_of_reference = None
-        if self._train.loss.kl_coefficient:
-            weights = torch.zeros(elements, dtype=self._dtype, device=self._device)
-            self._read_weights(reference, weights)
-            frozen = build_meta(config, self._config.model.attention, self._dtype)
-            self._share_of_reference = self._build(frozen, weights, False)
-        return step
+        blueprint = Blueprint(checkpoint.model_folder(source), self._config.model)
+        entries, elements = blueprint.lay_out(place.emu.layout, place.index)
+        self._reference_folder = self._find_reference(source, resumed)
+        self._blueprint = blueprint
+        self._forget()
+        self._holdings.clear()
+        self._optimizer = optimizer = FlatAdamW(elements, self._dtype, self._device, self._train)
+        self._room = FlatRoom(entries, elements, optimizer.master.dtype, self._device, optimizer.buffers())
+        self._step = self._restore(source) if resumed else self._read_weights(source, optimizer.master)
+        self._holdings.commit(Replica.of(place.emu), self._room, self._counters)
+        self._compute()
+        return self._step
 
-    def _reference_folder(self, source: Path, resumed: bool) -> Path:
+    def _find_reference(self, source: Path, resumed: bool) -> Path | None:
+        if not self._train.loss.kl_coefficient:
+            return None
         if not resumed:
             return source
         folder = Path(self._config.model.path)
@@ -190,11 +175,26 @@ class TorchTrainer:
             )
         return folder
 
+    def _compute(self) -> None:
+        """Build what computes with the state that is here, and the reference model."""
+        blueprint, room, optimizer = self._known, self._share_room, self._policy_optimizer
+        layout = self._placed.emu.layout
+        if blueprint.vocabulary % layout.tp:
+            _log.info("vocabulary kept whole on every tp rank", vocabulary=blueprint.vocabulary, tp=layout.tp)
+        optimizer.refresh()
+        self._share_of_policy = self._build(blueprint.build(), optimizer.compute, self._train.recompute)
+        self._collect_gradients(self._share_of_policy)
+        self._share_of_reference = None
+        if self._reference_folder is not None:
+            weights = torch.zeros(room.elements, dtype=self._dtype, device=self._device)
+            self._read_weights(self._reference_folder, weights)
+            self._share_of_reference = self._build(blueprint.build(), weights, False)
+
     def _build(self, model: Any, flat: Tensor, recompute: bool) -> _Share:
         place, groups = self._placed, self._groups
         layout = place.emu.layout
         stage, parameters = materialize(
-            model, self._entries, flat, layout, place.index, tp_group=groups.tp, recompute=recompute
+            model, self._share_room.entries, flat, layout, place.index, tp_group=groups.tp, recompute=recompute
         )
         pipeline = Pipeline(
             stage, groups.pp, layout.pp, place.pp_rank, hidden=model.config.hidden_size, dtype=self._dtype
@@ -202,18 +202,18 @@ class TorchTrainer:
         return _Share(stage, parameters, pipeline)
 
     def _read_weights(self, folder: Path, flat: Tensor) -> int:
-        wanted = [(entry.spec, entry.piece) for entry in self._entries]
-        values = hf.read_pieces(folder, wanted, flat.dtype)
-        for entry in self._entries:
+        entries = self._share_room.entries
+        values = hf.read_pieces(folder, [(entry.spec, entry.piece) for entry in entries], flat.dtype)
+        for entry in entries:
             entry.view(flat).copy_(values[entry.spec.name])
         return 0
 
     def _restore(self, source: Path) -> int:
-        optimizer = self._policy_optimizer
-        wanted = [(kind, entry.spec, entry.piece) for kind in optimizer.buffers() for entry in self._entries]
+        optimizer, entries = self._policy_optimizer, self._share_room.entries
+        wanted = [(kind, entry.spec, entry.piece) for kind in optimizer.buffers() for entry in entries]
         values = checkpoint.read_pieces(source, wanted)
         for kind, buffer in optimizer.buffers().items():
-            for entry in self._entries:
+            for entry in entries:
                 entry.view(buffer).copy_(values[kind, entry.spec.name])
         counters = checkpoint.read_counters(source)
         optimizer.updates = int(counters["updates"])
@@ -227,7 +227,7 @@ class TorchTrainer:
         each micro-batch's gradient over.
         """
         gradient = self._policy_optimizer.gradient
-        for entry in self._entries:
+        for entry in self._share_room.entries:
             parameter, view = share.parameters[entry.name], entry.view(gradient)
             if hasattr(parameter, "to_local") or parameter.dtype != gradient.dtype:
                 parameter.register_post_accumulate_grad_hook(_adder(view))
@@ -255,14 +255,34 @@ class TorchTrainer:
         return self._share_of_policy
 
     @property
+    def _known(self) -> Blueprint:
+        if self._blueprint is None:
+            raise ValueError("this slot does not know its model yet")
+        return self._blueprint
+
+    @property
+    def _share_room(self) -> FlatRoom:
+        if self._room is None:
+            raise ValueError("this slot has not loaded a model yet")
+        return self._room
+
+    @property
+    def _counters(self) -> dict[str, int]:
+        return {
+            "step": self._step,
+            "updates": self._policy_optimizer.updates,
+            "self_checked": int(self._self_checked),
+        }
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of the model, whole; tied aliases are left out."""
-        return self._specs
+        """Every tensor of the model, whole, the same under every layout; tied aliases are left out."""
+        return self._known.tensors
 
     @property
     def tied(self) -> dict[str, str]:
         """Alias name -> stored name, by real aliasing."""
-        return self._tied
+        return self._known.tied
 
     @property
     def updates(self) -> int:
@@ -273,7 +293,7 @@ class TorchTrainer:
         """Return this slot's part, by stored name, of ``parameter`` (masters), ``exp_avg``, ... or ``gradient``."""
         optimizer = self._policy_optimizer
         buffer = optimizer.gradient if kind == "gradient" else optimizer.buffers()[kind]
-        stored = (entry for entry in self._entries if entry.holding != Holding.ALIAS)
+        stored = (entry for entry in self._share_room.entries if entry.holding != Holding.ALIAS)
         return {entry.spec.name: (entry.piece, entry.view(buffer)) for entry in stored}
 
     # Training
@@ -285,7 +305,7 @@ class TorchTrainer:
         if is_lead != (batch is not None):
             raise ValueError(f"slot {place.lead} alone shares the batch")
         if batch is not None:
-            check_batch(batch, self._vocabulary)
+            check_batch(batch, self._known.vocabulary)
         if self._groups.everyone is None:
             assert batch is not None
             return batch
@@ -298,7 +318,7 @@ class TorchTrainer:
         ``TransitionError`` if a peer is lost; this slot's groups are broken then and have been left.
         """
         began = perf_counter()
-        check_batch(batch, self._vocabulary)
+        check_batch(batch, self._known.vocabulary)
         place, optimizer = self._placed, self._policy_optimizer
         with self._bounded(f"step {batch.step}"):
             cuts = cut(batch, self._train, place.replication, place.replica, self._device, self._dtype)
@@ -316,7 +336,9 @@ class TorchTrainer:
                         optimizer.step(rate, min(1.0, self._train.max_grad_norm / (norm + 1e-6)))
                 else:
                     skipped = True
-            return self._report(batch, cuts, totals, norms, rate, skipped, began)
+            report = self._report(batch, cuts, totals, norms, rate, skipped, began)
+            self._step = batch.step + 1
+            return report
 
     def _score(self, cuts: list[Cut]) -> None:
         """Add reference and, where the policy changes within the step, proximal log-probabilities to the blocks."""
@@ -382,7 +404,7 @@ class TorchTrainer:
         """
         gradient, groups = self._policy_optimizer.gradient, self._groups
         with self._timed("reduce"):
-            if groups.ends is not None and self._tied:
+            if groups.ends is not None and self.tied:
                 dist.all_reduce(self._tied_gradient(), group=groups.ends)
             summed = self._slice(Holding.SUMMED)
             if groups.tp is not None and summed.start < summed.stop:
@@ -400,11 +422,11 @@ class TorchTrainer:
         return math.sqrt(square)
 
     def _slice(self, *holdings: Holding) -> slice:
-        return holding_slice(self._entries, len(self._policy_optimizer.gradient), *holdings)
+        return holding_slice(self._share_room.entries, len(self._policy_optimizer.gradient), *holdings)
 
     def _tied_gradient(self) -> Tensor:
-        names = set(self._tied) if self._placed.pp_rank else set(self._tied.values())
-        entry = next(entry for entry in self._entries if entry.name in names)
+        names = set(self.tied) if self._placed.pp_rank else set(self.tied.values())
+        entry = next(entry for entry in self._share_room.entries if entry.name in names)
         return entry.view(self._policy_optimizer.gradient)
 
     # Reports
@@ -472,14 +494,15 @@ class TorchTrainer:
 
     def publication(self) -> Sequence[Piece]:
         """Return the pieces this slot pushes, so that each piece of the model is pushed by exactly one slot."""
-        place = self._placed
+        place, blueprint = self._placed, self._known
+        layout = place.emu.layout
         return reshard.publication(
-            self._specs, self._layers, place.emu.layout, place.index, place.replica, place.replication.dp
+            blueprint.specs(layout), blueprint.layers, layout, place.index, place.replica, place.replication.dp
         )
 
     def write(self, pieces: Sequence[Piece], path: Path, offsets: dict[str, int]) -> list[str]:
         """Write ``pieces`` into the shared file and return the xxh3-64 of each one's contiguous bytes."""
-        entries = {entry.spec.name: entry for entry in self._entries if entry.holding != Holding.ALIAS}
+        entries = {entry.spec.name: entry for entry in self._share_room.entries if entry.holding != Holding.ALIAS}
         checksums = []
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
             for piece in pieces:
@@ -501,14 +524,73 @@ class TorchTrainer:
             for name, part in self.pieces(kind).items()
             if name in mine
         }
-        counters: Mapping[str, int | float] = {
-            "step": step,
-            "updates": optimizer.updates,
-            "self_checked": int(self._self_checked),
-        }
+        counters = {**self._counters, "step": step}
         slot_name = f"{place.replica}-{place.index}"
         entry: bytes = checkpoint.save_slot(folder, slot_name=slot_name, step=step, pieces=held, counters=counters)
         return entry
+
+    # State moves
+
+    def lend(self, moves: Sequence[Move], path: Path) -> Receipt:
+        """Write the pieces of ``moves`` into the existing file ``path``."""
+        self._count()
+        return self._holdings.lend(moves, path)
+
+    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+        """Hold slot number ``index`` of ``replica`` as well; return the bytes that were read."""
+        self._count()
+        if self._blueprint is None:
+            given = Path(self._config.model.path)
+            start = given if self._config.model.path and given.is_dir() else model
+            self._reference_folder = self._find_reference(start, checkpoint.is_checkpoint(start))
+            self._blueprint = Blueprint(checkpoint.model_folder(model), self._config.model)
+        blueprint, dtype = self._blueprint, exact_dtype(self._dtype)
+
+        def make_room() -> FlatRoom:
+            entries, elements = blueprint.lay_out(replica.layout, index)
+            return FlatRoom(entries, elements, dtype, self._device)
+
+        return self._holdings.take(replica, index, loans, make_room)
+
+    def drop(self, replica: Replica) -> None:
+        """Forget one replica; if it is the one in training, what computes with it goes too."""
+        self._count()
+        if replica == self._holdings.committed:
+            self._forget()
+        self._holdings.drop(replica)
+
+    def adopt(self) -> int:
+        """Train the assigned unit with what is held of it; return the step that comes next.
+
+        Held at most, on a CPU: the shares of before (see ``Holdings``) without gradient and rounded parameters, and one
+        kind of the new share; then the new share and its gradient.
+        """
+        replica = Replica.of(self._placed.emu)
+        self._holdings.require(replica)
+        self._count()
+        counters = self._holdings.counters
+        if replica != self._holdings.committed:
+            self._forget()
+        self._room = room = self._holdings.settle(replica)
+        if self._optimizer is None:
+            self._optimizer = FlatAdamW(room.elements, self._dtype, self._device, self._train, room.flats)
+            self._optimizer.updates = counters["updates"]
+            self._step, self._self_checked = counters["step"], bool(counters["self_checked"])
+        self._compute()
+        return self._step
+
+    def abandon(self) -> None:
+        """Forget every replica but the committed one."""
+        self._holdings.abandon()
+
+    def _count(self) -> None:
+        if self._optimizer is not None:
+            self._holdings.count(self._counters)
+
+    def _forget(self) -> None:
+        """Let go of all that computes with the state, and of the gradient."""
+        self._share_of_policy = self._share_of_reference = self._optimizer = self._room = None
+        gc.collect()  # the model's modules may refer to each other
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""
