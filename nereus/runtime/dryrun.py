@@ -47,7 +47,9 @@ def unit_memory(job: LoadedJob, shape: ModelShape, emu: Emu) -> dict[str, float]
         case Stage.TRAINING:
             tokens, alive = float(config.train.micro_batch_tokens), float(emu.layout.pp)
             state = max(compute, 4.0)
-            return training_memory(shape, setups, tokens, alive, compute_bytes=compute, state_bytes=state).table()
+            return training_memory(
+                shape, setups, tokens, alive, compute_bytes=compute, state_bytes=state, gradient_bytes=state
+            ).table()
         case Stage.WEIGHTS:
             return {"published versions": relay_bytes(shape, compute_bytes=compute)}
     rollout = config.rollout
