@@ -3,8 +3,8 @@
 The problem that the compiler solves greedily, as a mixed-integer program: which replicas send to each new replica, in
 which order, and when each copy that goes is dropped. Given: a replica sends to one other at a time; a new replica needs
 its slots free; a copy goes after it has sent; some copy of every model-stage exists at any moment; parts merge after
-they have sent. Durations are those of our own price. For the sources of a copy SCIP may assume the best duration for
-their number, so its answer is a lower bound on what anybody can reach with these moves, and the gap is never flattered.
+they have sent. Durations are those of our own price, which on one kind of link depends on how many slots send in all.
+The answer is a lower bound on what anybody can reach with these moves, so the gap is never flattered.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Stage:
             (replica, model.addVar(lb=split_s.get(replica, 0.0), ub=horizon_s))
             for replica in [*change.dropped, *(part for s in change.splittings for part in s.dropped)]
         ]
-        self._counts: dict[Replica, Any] = {}
-        """How many sources each new replica has."""
+        self._senders: dict[Replica, Any] = {}
+        """How many slots at least send to each new replica."""
         durations = [self._duration(target, resident) for target in self.targets]
         self._ends = [start + duration for start, duration in zip(self.starts, durations, strict=True)]
         for finish in self._ends:
@@ -90,15 +90,19 @@ class _Stage:
         self._merge(change, split_s, end)
 
     def _duration(self, target: Replica, resident: list[Replica]) -> Any:
-        """Return the duration of making ``target``: one binary variable for each number of sources."""
+        """Return the duration of making ``target``: one binary variable for each number of slots that send to it."""
         model = self._model
         candidates = [*resident, *(other for other in self.targets if other is not target)]
-        best = max(candidates, key=lambda replica: len(replica.slots))
-        counts = range(1, min(MAX_STRIPES, len(candidates)) + 1)
-        chosen = {count: model.addVar(vtype="B") for count in counts}
+        most = min(len(target.slots), MAX_STRIPES * max(len(replica.slots) for replica in candidates))
+        chosen = {count: model.addVar(vtype="B") for count in range(1, most + 1)}
         model.addCons(quicksum(chosen.values()) == 1)
-        self._counts[target] = quicksum(n * var for n, var in chosen.items())
-        return quicksum(self._seconds(Extend("", (best,) * n, target)) * var for n, var in chosen.items())
+        self._senders[target] = quicksum(n * var for n, var in chosen.items())
+        return quicksum(self._sent_by(n, target) * var for n, var in chosen.items())
+
+    def _sent_by(self, count: int, target: Replica) -> float:
+        """Return the seconds of a copy from ``count`` slots, whichever they are."""
+        sender = Replica(target.model_stage, target.layout, tuple(range(count)))
+        return self._seconds(Extend("", (sender,), target))
 
     def _sources(self, resident: list[Replica], split_s: dict[Replica, float]) -> dict[tuple[Replica, int], Any]:
         """Choose who sends to whom; return a binary variable for each (source, number of the new replica)."""
@@ -108,7 +112,9 @@ class _Stage:
             options = [*resident, *(other for other in self.targets if other is not target)]
             for source in options:
                 sending[source, number] = model.addVar(vtype="B")
-            model.addCons(quicksum(sending[source, number] for source in options) == self._counts[target])
+            senders = quicksum(sending[source, number] * len(source.slots) for source in options)
+            model.addCons(senders >= self._senders[target])
+            model.addCons(quicksum(sending[source, number] for source in options) <= MAX_STRIPES)
             for other, finish in zip(self.targets, self._ends, strict=True):
                 if other is not target:
                     sends = sending[other, number]

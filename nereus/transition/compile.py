@@ -41,7 +41,7 @@ MAX_STRIPES = 4
 SMALL = 64
 """So many primitives at most has a transition that is played through in several ways: the shortest wins."""
 
-MAX_VARIANTS = 8
+MAX_VARIANTS = 12
 
 _CHOICES = 256
 """So many ways to choose the copies that are dropped last are tried before one is parked."""
@@ -203,6 +203,10 @@ class _Stage:
         self.unstarted = len(self.acquisitions)
 
 
+_Kept = dict[_Stage, tuple[_Copy, ...]]
+"""By model-stage, copies in somebody's way that are dropped only after they have been copied."""
+
+
 class _MemoryBook:
     """Memory per slot in predicted time, and the edges that keep it true in any order.
 
@@ -359,11 +363,12 @@ class _Compiler:
                         blocker.blocked.append(acquisition)
                         acquisition.blockers.append(blocker)
 
-    def _last_copies(self) -> dict[_Stage, _Copy]:
-        """Choose, for each model-stage all of whose copies stand in somebody's way, the one that is dropped last.
+    def _last_copies(self) -> _Kept:
+        """Choose, for each model-stage all of whose copies stand in somebody's way, what is not dropped at once.
 
         Each choice must let some model-stage make a copy without waiting for a chosen one, then another, and so on. The
-        least wanted copies are tried first; if no choice works, the one that opens the way for most is taken.
+        least wanted copies are tried first; if no choice works, the one that opens the way for most is taken. One copy
+        each is enough; variants of a small transition keep others, or all that they can, to send from.
         """
         closed = [
             stage
@@ -374,33 +379,34 @@ class _Compiler:
             return {}
         options = [_distinct(stage.dropped) for stage in closed]
         wanted = MAX_VARIANTS if sum([len(stage.acquisitions) for stage in self._stages]) <= SMALL else 1
-        good = list[dict[_Stage, _Copy]]()
-        best, opened = {}, -1
+        good = list[_Kept]()
+        best, opened = _Kept(), -1
         for choice in itertools.islice(itertools.product(*options), _CHOICES):
-            chosen = dict(zip(closed, choice, strict=True))
+            chosen: _Kept = {stage: (copy,) for stage, copy in zip(closed, choice, strict=True)}
             count = _opened(chosen)
             if count > opened:
                 best, opened = chosen, count
             if count == len(closed):
                 good.append(chosen)
-                if len(good) == wanted:
+                if len(good) >= wanted:
                     break
+                good += _wider(chosen)
         if not good:
             return best
         self.variants = len(good)
         return good[self._variant]
 
-    def _doom(self, last: dict[_Stage, _Copy]) -> None:
+    def _doom(self, last: _Kept) -> None:
         """Destroy what is in the way; what is not stays as a source while there is something to send."""
         for stage in self._stages:
-            kept = last.get(stage)
+            kept = last.get(stage, ())
             for copy in stage.dropped:
                 self._settle(copy, kept)
 
-    def _settle(self, copy: _Copy, last: _Copy | None = None) -> None:
+    def _settle(self, copy: _Copy, kept: Sequence[_Copy] = ()) -> None:
         """Let a complete copy send, or destroy it if somebody waits for its room."""
         stage = copy.stage
-        if copy.doomed and copy is not last and (copy.blocked or self._book or not stage.unstarted):
+        if copy.doomed and copy not in kept and (copy.blocked or self._book or not stage.unstarted):
             self._destroy(copy)
         else:
             stage.idle[copy] = None
@@ -654,12 +660,18 @@ def _distinct(copies: Sequence[_Copy]) -> list[_Copy]:
     return sorted(found.values(), key=lambda copy: len(copy.blocked))
 
 
-def _opened(chosen: dict[_Stage, _Copy]) -> int:
-    """Count the model-stages that get a copy, one after the other, if each drops its ``chosen`` copy last."""
+def _wider(chosen: _Kept) -> list[_Kept]:
+    """Return the choices that keep all copies of one more model-stage and still open the way for everybody."""
+    wider = [{**chosen, stage: tuple(stage.dropped)} for stage in chosen if len(stage.dropped) > 1]
+    return [kept for kept in wider if _opened(kept) == len(kept)]
+
+
+def _opened(chosen: _Kept) -> int:
+    """Count the model-stages that get a copy, one after the other, if each drops its ``chosen`` copies last."""
     closed = dict(chosen)
     progress = True
     while progress:
-        held = set(closed.values())
+        held = set(itertools.chain(*closed.values()))
         free = [stage for stage in closed if any(held.isdisjoint(item.blockers) for item in stage.acquisitions)]
         progress = bool(free)
         for stage in free:
