@@ -52,7 +52,7 @@ def attention(line: Line, cluster: Cluster) -> Work:
         work.add(OperationClass.MEMORY, moved / device.bytes_per_s)
     else:
         cache = COMPUTE_BYTES * batch * (cached + new) * width * 2.0 * kv_heads
-        work.add(OperationClass.DECODE, cache / device.bytes_per_s)
+        work.add(OperationClass.CACHE, cache / device.bytes_per_s)
     return work
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from public_tables.training import Row, Skipped, cluster_of, hardware_table, number, whole
 
 from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Recompute, Setups
-from nereus.control.efficiency import COLUMN, OperationClass, Work
+from nereus.control.efficiency import COLUMN, Array, OperationClass, Work
 from nereus.control.generation import generation_work, peak_context
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout
@@ -64,6 +64,8 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
         return f"model {line['model']}"
     gpus, tp, pp = whole(line["num_gpus"], 1), whole(line["tp"], 0), whole(line["pp"], 1)
     gpu = line["hardware"].upper().replace("-80GB", "")
+    if line["hardware"] == "NVIDIA A100 GPU":
+        gpu = "A100-40G"  # LLM-Inference-Bench ran on Polaris: 70B on four of them leaves room for few sequences
     found = cluster_of(gpu, gpus, hardware)
     if found is None:
         return f"hardware {line['hardware']}"
@@ -79,7 +81,7 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
     dp = max(1, gpus // (tp * pp))
     setups = Setups.grid([(Layout(tp, pp), dp, batch, Recompute.NONE)])
     workload = Workload(Lengths.fixed(prompt), Lengths.fixed(response), groups=batch)
-    work = generation_work(shape, cluster, setups, workload, np.array([float(batch)]))
+    work = generation_work(shape, cluster, setups, workload, live_of(batch, shape, cluster, setups, workload))
     decode = float(work.unit_s[0, COLUMN[OperationClass.DECODE]])
     if seconds < decode:
         return "faster than reading the weights at peak bandwidth"
@@ -87,6 +89,14 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
     where = (engine, line["hardware"], str(gpus), line["model"], "", "", str(prompt), str(response))
     mean = prompt + response
     return row_of(row_id, engine, gpu, arch, line["model"], cluster, shape, setups, work, seconds, mean, batch, where)
+
+
+def live_of(most: int, shape: ModelShape, cluster: Cluster, setups: Setups, workload: Workload) -> Array:
+    """Return how many sequences a replica serves at once: nine tenths of its memory hold weights and their cache."""
+    slots = setups.tp * setups.pp
+    room = 0.9 * cluster.device.memory_bytes * slots - COMPUTE_BYTES * shape.parameters
+    cached = COMPUTE_BYTES * shape.layers * shape.kv_values_per_token * peak_context(workload)
+    return np.clip(room / cached, 1.0, float(most))
 
 
 def row_of(
@@ -139,8 +149,7 @@ def row_of(
 def request_runs(path: Path) -> list[Row]:
     """Return the runs of a table of single requests: from the first arrival to the last answer, lengths as they were.
 
-    Requests arrive faster than a run answers them, so that each counts as one batch served in waves of as many
-    sequences as the engine's limit and the key-value cache allow (nine tenths of the memory hold weights and cache).
+    Requests arrive faster than a run answers them, so that each counts as one batch.
     """
     runs: dict[str, list[dict[str, str]]] = {}
     with path.open(encoding="utf-8") as file:
@@ -157,11 +166,9 @@ def request_runs(path: Path) -> list[Row]:
         tp, dp = int(first["tp"]), int(first["dp"])
         prompts, responses = (Lengths.of([float(line[key]) for line in lines]) for key in ("in_tokens", "out_tokens"))
         workload = Workload(prompts, responses, groups=len(lines))
-        room = 0.9 * cluster.device.memory_bytes * tp - COMPUTE_BYTES * shape.parameters
-        cached = COMPUTE_BYTES * shape.layers * shape.kv_values_per_token * peak_context(workload)
-        live = min(float(first["max_num_seqs"]), room / cached)
         setups = Setups.grid([(Layout(tp, 1), dp, 1, Recompute.NONE)])
-        work = generation_work(shape, cluster, setups, workload, np.array([live]))
+        live = live_of(int(first["max_num_seqs"]), shape, cluster, setups, workload)
+        work = generation_work(shape, cluster, setups, workload, live)
         seconds = max(float(line["arrival_s"]) + float(line["e2e_s"]) for line in lines)
         mean, count = round(prompts.mean + responses.mean), len(lines)
         where = ("vLLM", first["gpu"], first["num_gpus"], first["model"], "requests", "", "", "")

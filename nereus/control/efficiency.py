@@ -31,6 +31,9 @@ class OperationClass(enum.StrEnum):
     MEMORY = "memory"
     """Reads and writes of activations and weights around the matrix products."""
     DECODE = "decode"
+    """Reading weights for every decode step."""
+    CACHE = "cache"
+    """Reading cached keys and values for every decode step."""
     OPTIMIZER = "optimizer"
     ALLREDUCE_IN_NODE = "allreduce/in_node"
     ALLREDUCE_CROSS_NODE = "allreduce/cross_node"
@@ -60,6 +63,7 @@ _PRIORS = {
     OperationClass.VOCABULARY: 0.35,
     OperationClass.MEMORY: 0.50,
     OperationClass.DECODE: 0.50,
+    OperationClass.CACHE: 0.50,
     OperationClass.OPTIMIZER: 0.50,
     OperationClass.LAUNCH: 1.0,
     OperationClass.LATENCY: 1.0,
@@ -194,9 +198,9 @@ def regress(
             busy[level[work > 0], column] = True
         busy[level, -1] = True
     used = np.flatnonzero((spread > 0) & busy)
-    column = np.full(spread.size, -1)
-    column[used] = np.arange(len(used))
-    columns = column.reshape(spread.shape)[groups]
+    place = np.full(spread.size, -1)
+    place[used] = np.arange(len(used))
+    columns = place.reshape(spread.shape)[groups]
     """Of every row, level and class: which of the offsets in use."""
     precision = 1.0 / spread.ravel()[used] ** 2
     damping, best = 1e-6, math.inf

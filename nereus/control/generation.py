@@ -104,7 +104,7 @@ def generation_work(
     matrices = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
     work.add(OperationClass.DECODE, steps * matrices / setups.tp * COMPUTE_BYTES / device.bytes_per_s)
     cached = shape.layers * shape.kv_values_per_token / (setups.tp * setups.pp) * COMPUTE_BYTES
-    work.add(OperationClass.DECODE, context * cached / device.bytes_per_s)
+    work.add(OperationClass.CACHE, context * cached / device.bytes_per_s)
     cut = setups.tp * setups.pp
     work.add(OperationClass.GEMM, tokens * 2.0 * matrices / cut / device.flops_per_s)
     prefills = sequences / (workload.group_size if shared_prefix else 1.0)
