@@ -241,6 +241,15 @@ class TrackConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Write report.html and PNG plots at the end."""
 
 
+class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[adapt]``"""
+
+    at: str = ""
+    """Plan changes, such as "20 d1t2p1 d2t1p1; 40 d2t1p1 d1t1p1": after step 20 train as d1t2p1, generate as d2t1p1."""
+    timeout_s: PositiveFloat = 120.0
+    """How long one message of a plan change may go unanswered before the change is given up."""
+
+
 class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"async_": "async"}):
     """A whole job."""
 
@@ -255,6 +264,7 @@ class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, r
     checkpoint: CheckpointConfig = CheckpointConfig()
     bus: BusConfig = BusConfig()
     track: TrackConfig = TrackConfig()
+    adapt: AdaptConfig = AdaptConfig()
 
 
 def environment() -> Mapping[str, str]:

@@ -2,7 +2,8 @@
 
 Owner: every worker process runs ``host`` once. Each endpoint has one pump, so what one peer sends is handled in order;
 a handler that takes long delays only its own endpoint (heartbeats are the endpoint's affair). The first exception that
-leaves a handler ends the process: it is reported to the supervisor as a fatal ``Fault`` first.
+leaves a handler ends the process: it is reported to the supervisor as a fatal ``Fault`` first. Once an actor follows a
+new plan its endpoints refuse what is said under an older one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from nereus.actors.names import SUPERVISOR
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
-from nereus.bus.messages import Fault, Message, Shutdown
+from nereus.bus.messages import Commit, Fault, Message, Shutdown
 from nereus.errors import PeerLost
 
 
@@ -48,6 +49,9 @@ async def host(actor: Actor, control: Endpoint, services: Sequence[Endpoint] = (
                     leave.set()
                     return
                 answer = await actor.handle(event)
+                if isinstance(event.message, Commit):
+                    for own in (control, *services):
+                        own.advance(event.message.plan.epoch)
                 if answer is not None and event.token:
                     # A requester that has died meanwhile needs no answer.
                     with contextlib.suppress(PeerLost):

@@ -30,7 +30,7 @@ from nereus.actors.reasoning_task import is_task
 from nereus.actors.reward_child import FRAME_BYTES, Answer, Call, Loaded, Setup, frame
 from nereus.actors.reward_function import WHERE, Judgement
 from nereus.bus.endpoint import Delivery, Endpoint, Fenced, PeerGone
-from nereus.bus.messages import Message, Refused, Score, Scored
+from nereus.bus.messages import Commit, Message, Ok, Refused, Score, Scored
 from nereus.config import DataConfig, JobConfig, RewardConfig, environment
 from nereus.errors import ConfigError, NereusError, PeerLost
 
@@ -343,10 +343,10 @@ class RewardActor:
         self._calls: asyncio.Queue[Delivery] = asyncio.Queue()
 
     async def handle(self, delivery: Delivery) -> Message | None:
-        """Take a call; it is answered later, so that calls do not wait for each other. Nothing else is for us."""
+        """Take a call; it is answered later, so that calls do not wait for each other."""
         if isinstance(delivery.message, Score):
             self._calls.put_nowait(delivery)
-        return None
+        return Ok() if isinstance(delivery.message, Commit) else None
 
     async def peer_gone(self, event: PeerGone) -> None:
         """Nothing is kept for a peer; an answer to it is refused by the endpoint."""

@@ -26,11 +26,13 @@ from nereus.backends.api import Completion, RolloutBackend, SampleRequest
 from nereus.bus.endpoint import Buffer, Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
     Assign,
+    Commit,
     Grant,
     Group,
     GroupFailed,
     GroupSpec,
     Message,
+    Ok,
     Peers,
     Pull,
     PullDone,
@@ -113,6 +115,9 @@ class RolloutActor:
                 await self._switch(version)
             case Peers(peers):
                 await self._links.update(peers)
+            case Commit() as commit:
+                await self._commit(commit)
+                return Ok()
             case other:
                 return Refused(f"a rollout unit does not understand {type(other).__name__}")
         return None
@@ -139,6 +144,12 @@ class RolloutActor:
         self._collector = slot_worker(assign.plan.of(POLICY_TRAINING)[0].slots[0])
         await self._backend.start(Path(assign.source), emu=assign.emu, slot=self._slot)
         await self._control.send(SUPERVISOR, Ready(assign.emu.id, perf_counter() - began))
+
+    async def _commit(self, commit: Commit) -> None:
+        """Go on under the new plan, which leaves this unit as it is; the collector may be another."""
+        await self._links.update(commit.peers)
+        self._links.advance(commit.plan.epoch)
+        self._collector = slot_worker(commit.plan.of(POLICY_TRAINING)[0].slots[0])
 
     async def _switch(self, version: int) -> None:
         began = perf_counter()

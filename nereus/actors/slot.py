@@ -17,7 +17,7 @@ from nereus.actors.rollout import RolloutActor
 from nereus.actors.trainer import TrainerActor
 from nereus.actors.wiring import Wiring
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
-from nereus.bus.messages import Assign, Message, Refused
+from nereus.bus.messages import Assign, Commit, Message, Ok, Refused, Take, Vacate
 from nereus.config import JobConfig
 from nereus.core.plan import ModelStage, SlotId, Stage
 from nereus.errors import ProtocolError
@@ -62,8 +62,17 @@ class SlotActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def handle(self, delivery: Delivery) -> Message | None:
-        if isinstance(delivery.message, Assign) and delivery.message.emu.model_stage != self._model_stage:
-            await self._become(delivery.message)
+        match delivery.message:
+            case Assign(emu, source=source) if emu.model_stage != self._model_stage:
+                await self._become(emu.model_stage, source)
+            case Take(replica=replica, model=model) if replica.model_stage != self._model_stage:
+                await self._become(replica.model_stage, model)
+            case Vacate():
+                await self._vacate()
+                return Ok()
+            case Commit(plan) if all(emu.model_stage != self._model_stage for emu in plan.on(self._slot)):
+                await self._vacate()
+                return Ok()
         if self._actor is None:
             return Refused(f"slot {self._slot} has no unit yet")
         return await self._actor.handle(delivery)
@@ -81,24 +90,28 @@ class SlotActor:
         if self._actor is not None:
             await self._actor.close()
 
-    async def _become(self, assign: Assign) -> None:
+    async def _vacate(self) -> None:
+        """Give up the unit and its memory."""
         await self.close()
-        self._actor = await asyncio.to_thread(self._build, assign)
-        self._model_stage = assign.emu.model_stage
+        self._actor = self._model_stage = self._watch = None
+
+    async def _become(self, model_stage: ModelStage, source: str) -> None:
+        await self._vacate()
+        self._actor = await asyncio.to_thread(self._build, model_stage, Path(source))
+        self._model_stage = model_stage
         self._watch = asyncio.create_task(self._guard(self._actor), name="guard")
 
-    def _build(self, assign: Assign) -> Actor:
+    def _build(self, model_stage: ModelStage, source: Path) -> Actor:
         """Construct the actor; runs off the loop because importing a backend takes seconds."""
-        stage = assign.emu.model_stage.stage
-        if stage is Stage.TRAINING:
-            trainer = load_backend(self._config.train.backend, stage, self._config)
+        if model_stage.stage is Stage.TRAINING:
+            trainer = load_backend(self._config.train.backend, Stage.TRAINING, self._config)
             return TrainerActor(trainer, self._slot, self._control, self._wiring)
-        if stage is Stage.GENERATION:
-            engine = load_backend(self._config.rollout.backend, stage, self._config)
-            codec = importlib.import_module(TEXT).ModelText(Path(assign.source), self._config)
+        if model_stage.stage is Stage.GENERATION:
+            engine = load_backend(self._config.rollout.backend, Stage.GENERATION, self._config)
+            codec = importlib.import_module(TEXT).ModelText(source, self._config)
             transcript = self._transcripts / f"slot-{self._slot}.jsonl"
             return RolloutActor(engine, codec, self._config, self._slot, self._control, self._wiring, transcript)
-        raise ProtocolError(f"a slot cannot host {assign.emu.model_stage}")
+        raise ProtocolError(f"a slot cannot host {model_stage}")
 
     async def _guard(self, actor: Actor) -> None:
         try:

@@ -11,6 +11,8 @@ Invariant (tests/actors/test_collector.py): a group is accepted only if its fram
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,13 +25,17 @@ from numpy.typing import NDArray
 
 from nereus.actors.names import RELAY, SUPERVISOR
 from nereus.actors.wiring import Links, Wiring
-from nereus.backends.api import TrainBatch, TrainerBackend
+from nereus.backends.api import Receipt, StateLoan, TrainBatch, TrainerBackend
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
+    Abandon,
     Assign,
+    Commit,
     Group,
     GroupAccepted,
     GroupRef,
+    Lend,
+    Lent,
     Message,
     Ok,
     Publish,
@@ -39,14 +45,17 @@ from nereus.bus.messages import (
     Ready,
     Refused,
     Release,
+    Return,
     Save,
     Saved,
     SaveFailed,
     StepDone,
+    Take,
     Train,
 )
+from nereus.bus.shared import SHARED_MEMORY
 from nereus.core.plan import POLICY_TRAINING, SlotId
-from nereus.errors import CheckpointError, ProtocolError
+from nereus.errors import CheckpointError, ProtocolError, TransitionError
 
 Result = TypeVar("Result")
 
@@ -144,6 +153,31 @@ class Collector:
         return len(self._held)
 
 
+class Loans:
+    """The files in shared memory through which a slot lends state, by primitive."""
+
+    def __init__(self, folder: Path = SHARED_MEMORY) -> None:
+        self._folder = folder
+        self._files: dict[str, Path] = {}
+
+    def open(self, primitive: str) -> Path:
+        """Make an empty file that only this user can read; its name lets ``shared.sweep`` find it after a kill."""
+        path = self._folder / f"nereus-{os.getpid()}-{secrets.token_hex(16)}"
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        self._files[primitive] = path
+        return path
+
+    def give_back(self, primitive: str) -> None:
+        """Delete the file of ``primitive``, if there is one."""
+        path = self._files.pop(primitive, None)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for primitive in tuple(self._files):
+            self.give_back(primitive)
+
+
 class TrainerActor:
     """One slot of a trainer unit."""
 
@@ -155,6 +189,7 @@ class TrainerActor:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._collector = Collector()
         self._assigned: Assign | None = None
+        self._loans = Loans()
         self._pushes: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
 
@@ -172,6 +207,18 @@ class TrainerActor:
                 await self._save(save)
             case Release(groups):
                 self._collector.release(groups)
+            case Lend() as lend:
+                return await self._lend(lend)
+            case Take() as take:
+                return await self._take(take)
+            case Return(primitive):
+                self._loans.give_back(primitive)
+                return Ok()
+            case Abandon():
+                await self._run(self._backend.abandon)
+            case Commit() as commit:
+                await self._commit(commit)
+                return Ok()
             case other:
                 return Refused(f"a trainer does not understand {type(other).__name__}")
         return None
@@ -187,6 +234,7 @@ class TrainerActor:
         for task in self._pushes:
             task.cancel()
         await self._links.close()
+        self._loans.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._backend.close()
 
@@ -224,6 +272,45 @@ class TrainerActor:
             note=f"step {step}",
         )
         await self._control.send(SUPERVISOR, ready)
+
+    # Plan changes
+
+    async def _lend(self, lend: Lend) -> Message:
+        path = self._loans.open(lend.primitive)
+        try:
+            receipt = await self._run(lambda: self._backend.lend(lend.moves, path))
+        except TransitionError as error:
+            self._loans.give_back(lend.primitive)
+            return Refused(str(error))
+        return Lent(str(path), msgspec.json.encode(receipt))
+
+    async def _take(self, take: Take) -> Message:
+        loans = [
+            StateLoan(loan.lender, loan.moves, Path(loan.path), msgspec.json.decode(loan.receipt, type=Receipt))
+            for loan in take.loans
+        ]
+        try:
+            await self._run(lambda: self._backend.take(take.replica, take.index, loans, Path(take.model)))
+        except TransitionError as error:
+            return Refused(str(error))
+        return Ok()
+
+    async def _commit(self, commit: Commit) -> None:
+        """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is."""
+        plan = commit.plan
+        await self._links.update(commit.peers)
+        self._links.advance(plan.epoch)
+        units = plan.of(POLICY_TRAINING)
+        emu = next(emu for emu in units if self._slot in emu.slots)
+        before, self._assigned = self._assigned, Assign(emu, plan, commit.store, commit.peers)
+        if before is not None and before.plan.of(POLICY_TRAINING) == units:
+            return
+
+        def rebuild() -> None:
+            self._backend.assign(emu, plan, self._slot, store=commit.store)
+            self._backend.adopt()
+
+        await self._run(rebuild)
 
     async def _collect(self, group: Group, delivery: Delivery) -> Message:
         try:

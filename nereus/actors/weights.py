@@ -25,6 +25,7 @@ from nereus.actors.names import SUPERVISOR
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
     Assign,
+    Commit,
     Fault,
     Manifest,
     Message,
@@ -39,7 +40,7 @@ from nereus.bus.messages import (
     Refused,
     VersionReady,
 )
-from nereus.core.plan import POLICY_TRAINING, PolicyVersion
+from nereus.core.plan import POLICY_TRAINING, Plan, PolicyVersion
 from nereus.errors import PeerLost
 from nereus.transition.checksum import piece_checksum, piece_view, tensor_view, tensors_checksum
 from nereus.transition.reshard import Piece, TensorSpec, box, conflicts, listing, missing, offsets_of
@@ -390,6 +391,9 @@ class WeightsActor:
             case Assign():
                 await self._assign(message)
                 return None
+            case Commit(plan):
+                await self._follow(plan)
+                return Ok()
             case Manifest():
                 return await self._configure(message)
             case PushBegin(writer=name) | PushDone(writer=name) if name != delivery.peer:
@@ -435,11 +439,15 @@ class WeightsActor:
             self.relay.close()
 
     async def _assign(self, assign: Assign) -> None:
-        self._control.advance(assign.plan.epoch)
-        self._service.advance(assign.plan.epoch)
-        async with self._lock:
-            self.relay.writers = sum(len(emu.slots) for emu in assign.plan.of(POLICY_TRAINING))
+        await self._follow(assign.plan)
         await self._control.send(SUPERVISOR, Ready(assign.emu.id))
+
+    async def _follow(self, plan: Plan) -> None:
+        """Serve the units of ``plan``: so many trainer slots push from now on."""
+        self._control.advance(plan.epoch)
+        self._service.advance(plan.epoch)
+        async with self._lock:
+            self.relay.writers = sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING))
 
     async def _configure(self, message: Manifest) -> Message:
         async with self._lock:

@@ -6,7 +6,7 @@ It is given packets, the calls of the application and the time; it fills ``outbo
 
 Invariants (tests/bus/test_exchange.py, a state machine against a network that drops, doubles and reorders): delivery in
 order, at most once, and complete while both ends live; an incarnation that is gone is never heard again; no message of
-an older plan epoch than the receiver's is delivered.
+an older plan epoch than the receiver's is delivered; only ``Hello`` is, whose sender cannot know the epoch yet.
 
 A reply is delivered whatever the epoch: the request it answers was checked, and a reply commands nothing.
 """
@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from nereus.bus.codec import PROTOCOL, Envelope, Kind, decode, encode
 from nereus.bus.endpoint import Buffer, Delivery, Event, Fenced, PeerGone, PeerJoined, Undelivered
-from nereus.bus.messages import Message, Refused
+from nereus.bus.messages import Hello, Message, Refused
 from nereus.bus.session import Arrived, Channel, Entry, Frames, Session, Settings
 from nereus.core.plan import PlanEpoch
 from nereus.errors import PeerLost, ProtocolError
@@ -153,7 +153,7 @@ class Exchange:
             if living:
                 session.consume()
                 self._owing.add(session)
-            if delivery.epoch >= self.epoch:
+            if delivery.epoch >= self.epoch or isinstance(delivery.message, Hello):
                 if living and 2 * (session.consumed - session.told_consumed) >= self.settings.window:
                     self._status(session, now)
                 return delivery

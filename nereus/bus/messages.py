@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from nereus.core.plan import Emu, Plan
-from nereus.transition.reshard import Piece, TensorSpec
+from nereus.transition.primitive import Replica
+from nereus.transition.reshard import Move, Piece, TensorSpec
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -55,9 +56,10 @@ class Hello(_Message, frozen=True, tag=True):
 
 
 class Welcome(_Message, frozen=True, tag=True):
-    """Supervisor -> worker: admitted; the envelope carries the current plan epoch."""
+    """Supervisor -> worker: admitted, to live in plan ``epoch``."""
 
     run_id: Name
+    epoch: Count = 0
 
 
 class Heartbeat(_Message, frozen=True, tag=True):
@@ -381,6 +383,74 @@ class WeightsLive(_Message, frozen=True, tag=True):
     """Sequences that were in flight at the switch."""
 
 
+# Transitions: state moves between slots while the plan in force stays untouched, until Commit
+
+
+class Lend(_Message, frozen=True, tag=True):
+    """Supervisor -> trainer slot: make the pieces of ``moves`` readable; the answer is ``Lent``."""
+
+    primitive: Name
+    moves: tuple[Move, ...]
+    """All of them leave this slot."""
+
+
+class Lent(_Message, frozen=True, tag=True):
+    """Reply: the pieces lie in this shared-memory file; ``receipt`` is the backend's note on what is in it."""
+
+    path: Name
+    receipt: Json
+
+    def __post_init__(self) -> None:
+        _json_as_bytes(self, "receipt")
+
+
+class Loan(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one slot has lent to another."""
+
+    lender: Count
+    moves: tuple[Move, ...]
+    path: Name
+    receipt: Json
+
+    def __post_init__(self) -> None:
+        _json_as_bytes(self, "receipt")
+
+
+class Take(_Message, frozen=True, tag=True):
+    """Supervisor -> slot: hold slot number ``index`` of ``replica``: what is not here comes from ``loans``."""
+
+    primitive: Name
+    replica: Replica
+    index: Count
+    model: Annotated[str, Meta(max_length=4096)]
+    """Folder of the model's configuration, for a slot that knows nothing of it yet."""
+    loans: tuple[Loan, ...]
+
+
+class Return(_Message, frozen=True, tag=True):
+    """Supervisor -> trainer slot: what was lent for this primitive has been read."""
+
+    primitive: Name
+
+
+class Vacate(_Message, frozen=True, tag=True):
+    """Supervisor -> slot: give up the unit; what it was generating is lost."""
+
+
+class Abandon(_Message, frozen=True, tag=True):
+    """Supervisor -> trainer slot: the plan in force stays; forget what was taken."""
+
+    reason: Text
+
+
+class Commit(_Message, frozen=True, tag=True):
+    """Supervisor -> every worker: ``plan`` is in force. Trainer slots train on with what they hold now."""
+
+    plan: Plan
+    store: Annotated[str, Meta(max_length=256)] = ""
+    peers: tuple[Peer, ...] = ()
+
+
 # Checkpoints
 
 
@@ -441,6 +511,13 @@ Message = (
     | PullFrom
     | PullDone
     | WeightsLive
+    | Lend
+    | Lent
+    | Take
+    | Return
+    | Vacate
+    | Abandon
+    | Commit
     | Save
     | Saved
     | SaveFailed

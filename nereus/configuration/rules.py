@@ -19,7 +19,19 @@ _LAYOUT_KEYS = ("rollout.layout", "train.layout")
 
 def check(job: LoadedJob) -> None:
     """Raise the ``ConfigError`` of the first rule that ``job`` breaks."""
-    for rule in (_layouts, _model, _precision, _lengths, _batches, _exactness, _reward, _schedule, _bus, _no_effect):
+    for rule in (
+        _layouts,
+        _model,
+        _precision,
+        _lengths,
+        _batches,
+        _exactness,
+        _reward,
+        _schedule,
+        _bus,
+        _changes,
+        _no_effect,
+    ):
         for error in rule(job):
             raise error
 
@@ -70,6 +82,40 @@ def _layouts(job: LoadedJob) -> Iterator[ConfigError]:
             f"the torch rollout backend runs one unit on one slot (t1p1), got t{rollout.layout.tp}p{rollout.layout.pp}",
             f"use more replicas instead: d{rollout.slots}t1p1",
         )
+
+
+def _changes(job: LoadedJob) -> Iterator[ConfigError]:
+    """Plan changes are written like ``20 d1t2p1 d2t1p1``, come in order, and fit the slots of the start."""
+    config = job.config
+    started = sum(replication(job, key).slots for key in _LAYOUT_KEYS)
+    before = 0
+    for text in filter(None, map(str.strip, config.adapt.at.split(";"))):
+        words = text.split()
+        try:
+            step, (train, rollout) = int(words[0]), map(Replication.parse, words[1:])
+        except ValueError:
+            yield job.refuse("adapt.at", f"{text!r} is not a plan change", "write STEP TRAIN ROLLOUT: 20 d1t2p1 d2t1p1")
+            return
+        if not before < step < config.run.steps:
+            yield job.refuse(
+                "adapt.at",
+                f"{text!r} is not after step {before} and before the last of run.steps {config.run.steps}",
+                "write the changes in the order of their steps, from 1 on",
+            )
+        if train.slots + rollout.slots > started:
+            yield job.refuse(
+                "adapt.at",
+                f"{text!r} needs {train.slots + rollout.slots} slots, but the run starts with {started}: "
+                f"train.layout {config.train.layout} and rollout.layout {config.rollout.layout}",
+                "use smaller layouts, or start with more replicas",
+            )
+        if config.rollout.backend == "torch" and rollout.layout != Layout(1, 1):
+            yield job.refuse(
+                "adapt.at",
+                f"{text!r}: the torch rollout backend runs one unit on one slot (t1p1)",
+                f"use more replicas instead: d{rollout.slots}t1p1",
+            )
+        before = step
 
 
 def _model(job: LoadedJob) -> Iterator[ConfigError]:
@@ -210,3 +256,18 @@ def _no_effect(job: LoadedJob) -> Iterator[ConfigError]:
                 name for name in job.provenance if schema.find(name) == schema.settings()[key] and job.is_set(name)
             )
             yield job.refuse(blamed, f"this setting has no effect because {because}", "remove it, or change the other")
+
+
+_RULES = (
+    _layouts,
+    _changes,
+    _model,
+    _precision,
+    _lengths,
+    _batches,
+    _exactness,
+    _reward,
+    _schedule,
+    _bus,
+    _no_effect,
+)

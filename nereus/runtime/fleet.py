@@ -12,9 +12,9 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nereus.actors.names import RELAY, REWARD, slot_worker
+from nereus.actors.names import RELAY, REWARD, slot_of, slot_worker
 from nereus.bus.messages import Hello, Peer
-from nereus.core.plan import POLICY_WEIGHTS, Emu, Plan, PolicyVersion
+from nereus.core.plan import POLICY_WEIGHTS, Emu, Plan, PolicyVersion, SlotId
 
 
 class State(enum.Enum):
@@ -77,9 +77,30 @@ class Fleet:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
+    def slots(self) -> list[SlotId]:
+        """Return the slots that have a worker, in order."""
+        return sorted(slot for slot in map(slot_of, self._workers) if slot is not None)
+
     def of(self, stage: object) -> list[Worker]:
         """Return the workers whose unit belongs to a model-stage."""
         return [worker for worker in self if worker.emu is not None and worker.emu.model_stage == stage]
+
+    def commit(self, plan: Plan) -> list[Worker]:
+        """Give every slot its unit of ``plan``; return the slots that have another model-stage now.
+
+        Workers of one model-stage are listed in the plan's order from here on.
+        """
+        units = {slot_worker(slot): emu for emu in sorted(plan.emus) for slot in emu.slots}
+        changed = []
+        for name, worker in self._workers.items():
+            if name in (RELAY, REWARD):
+                continue
+            before, worker.emu = worker.emu, units.get(name)
+            if worker.emu is not None and (before is None or before.model_stage != worker.emu.model_stage):
+                changed.append(worker)
+        order = {name: position for position, name in enumerate(units)}
+        self._workers = dict(sorted(self._workers.items(), key=lambda item: order.get(item[0], -1)))
+        return changed
 
     def joined(self, hello: Hello) -> Worker:
         """Take note of a new incarnation; everything known of the older one is forgotten."""

@@ -63,6 +63,25 @@ class PlanCommitted(_Record, frozen=True, tag="plan_committed", kw_only=True):
     why: str = ""
 
 
+class TransitionBegun(_Record, frozen=True, tag="transition_begun", kw_only=True):
+    """State moves towards ``plan`` begin, at a weight-sync point."""
+
+    plan: Plan
+    primitives: tuple[str, ...]
+    why: str
+
+
+class TransitionEnded(_Record, frozen=True, tag="transition_ended", kw_only=True):
+    """The plan of ``epoch`` is in force, or the change to it was given up because of ``reason``."""
+
+    epoch: int
+    ok: bool
+    reason: str = ""
+    seconds: float = 0.0
+    moved_bytes: int = 0
+    """What went from slot to slot, each kind of state counted once."""
+
+
 class Granted(_Record, frozen=True, tag="granted", kw_only=True):
     """``owner`` may start these groups, when the newest policy version is ``version``."""
 
@@ -148,6 +167,8 @@ Record = (
     | WorkerJoined
     | WorkerGone
     | PlanCommitted
+    | TransitionBegun
+    | TransitionEnded
     | Granted
     | Accepted
     | Reissued

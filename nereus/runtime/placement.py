@@ -1,13 +1,16 @@
 """Which unit starts on which slot?
 
-Epoch 0 of a run, decided from the layouts alone: trainers take the first slots, rollouts the next, and the weight-sync
-relay, which uses no accelerator, a virtual slot. Slots of one unit are adjacent, so they share a host where hosts hold
-several slots.
+Epoch 0 of a run and the plans that a job asks for later are decided from the layouts alone. Trainers take the first
+slots, rollouts the next, and the weight-sync relay, which uses no accelerator, a virtual slot. Slots of one unit are
+adjacent, so they share a host where hosts hold several slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
 
 from nereus.config import JobConfig
 from nereus.core.plan import (
@@ -42,6 +45,90 @@ def initial_plan(config: JobConfig) -> Plan:
             Emu(POLICY_WEIGHTS, 0, Layout(), (FIRST_VIRTUAL_SLOT,)),
         ),
     )
+
+
+class Change(Struct, frozen=True):
+    """A plan change that the job asks for: after ``step`` steps, train and generate like this."""
+
+    step: int
+    train: Replication
+    rollout: Replication
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """Read ``20 d1t2p1 d2t1p1``; ``ValueError`` says what is expected."""
+        words = text.split()
+        if len(words) != 3 or not words[0].isdigit() or not int(words[0]):
+            raise ValueError(f"{text!r} is not a plan change; write STEP TRAIN ROLLOUT, such as 20 d1t2p1 d2t1p1")
+        return cls(int(words[0]), Replication.parse(words[1]), Replication.parse(words[2]))
+
+
+def parse_changes(text: str) -> tuple[Change, ...]:
+    """Read plan changes separated by semicolons; ``ValueError`` if a step is not later than the one before."""
+    changes = tuple(Change.parse(part) for part in text.split(";") if part.strip())
+    for one, other in itertools.pairwise(changes):
+        if one.step >= other.step:
+            raise ValueError(f"a plan change after step {other.step} cannot follow one after step {one.step}")
+    return changes
+
+
+def ordinals_after(plan: Plan, before: Mapping[ModelStage, int]) -> dict[ModelStage, int]:
+    """Return the first ordinal of each model-stage that neither ``plan`` nor what came ``before`` has used."""
+    found = dict(before)
+    for emu in plan.emus:
+        found[emu.model_stage] = max(found.get(emu.model_stage, 0), emu.ordinal + 1)
+    return found
+
+
+def next_plan(
+    current: Plan,
+    train: Replication,
+    rollout: Replication,
+    slots: Sequence[SlotId],
+    next_ordinals: Mapping[ModelStage, int] | None = None,
+) -> Plan:
+    """Return the plan that follows ``current`` with these layouts on ``slots``; ``ValueError`` if they are too few.
+
+    Trainers keep their slots as far as they can, the lead slot first, and then take idle ones before those that
+    generate; a unit that keeps its layout and slots keeps its ordinal. ``next_ordinals`` tells those that units of
+    earlier plans have had.
+    """
+    ordinals = ordinals_after(current, next_ordinals or {})
+    if train.slots + rollout.slots > len(slots):
+        raise ValueError(
+            f"layouts {train} and {rollout} need {train.slots + rollout.slots} slots, there are {len(slots)}"
+        )
+    training, generating = (
+        [slot for emu in current.of(stage) for slot in emu.slots if slot in slots]
+        for stage in (POLICY_TRAINING, POLICY_GENERATION)
+    )
+    idle = [slot for slot in slots if slot not in training and slot not in generating]
+    mine = [*training, *idle, *reversed(generating)][: train.slots]
+    others = [slot for slot in (*generating, *training, *idle) if slot not in mine][: rollout.slots]
+    return Plan(
+        current.epoch + 1,
+        (
+            *_successors(current, POLICY_TRAINING, train, mine, ordinals),
+            *_successors(current, POLICY_GENERATION, rollout, others, ordinals),
+            *current.of(POLICY_WEIGHTS),
+        ),
+    )
+
+
+def _successors(
+    current: Plan,
+    model_stage: ModelStage,
+    replication: Replication,
+    slots: Sequence[SlotId],
+    ordinals: Mapping[ModelStage, int],
+) -> Iterator[Emu]:
+    """Yield the units on ``slots``, cut in order; those that there are already as they are."""
+    before = {(emu.layout, emu.slots): emu for emu in current.of(model_stage)}
+    fresh = itertools.count(ordinals.get(model_stage, 0))
+    size = replication.layout.slots
+    for start in range(0, replication.slots, size):
+        place = (replication.layout, tuple(slots[start : start + size]))
+        yield before.get(place) or Emu(model_stage, next(fresh), *place)
 
 
 def _units(model_stage: ModelStage, replication: Replication, first: SlotId) -> Iterator[Emu]:

@@ -59,6 +59,7 @@ async def work(paths: RunPaths, worker: str, supervisor: str) -> int:
             welcome = await control.request(SUPERVISOR, hello, timeout_s=config.bus.start_timeout_s)
             if not isinstance(welcome, Welcome):
                 raise ProtocolError(f"the supervisor answered Hello with {type(welcome).__name__}")
+            control.advance(welcome.epoch)
             actor = _actor(worker, paths, config, control, service, wire)
             return await host(actor, control, [service])
         finally:

@@ -100,7 +100,7 @@ def test_free_tables_take_any_key_with_toml_values() -> None:
         ("[train]\ngroup = 1\nx = ]", ("job.toml:3", "is not TOML")),
         ("[[train]]\nlayout = 'd1'", ("job.toml:1", "train is a table")),
         ("[train]\nlearning_rate = 0.1\nlearning-rate = 0.2", ("job.toml:3", "also set at", "job.toml:2")),
-        ("[zzzzz]\nx = 1", ("unknown key zzzzz", "valid here: async, bus")),
+        ("[zzzzz]\nx = 1", ("unknown key zzzzz", "valid here: adapt, async, bus")),
         ("[data]\noptions = 3", ("data.options must be a table, got 3",)),
     ],
 )

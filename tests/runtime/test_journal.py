@@ -31,6 +31,8 @@ from nereus.runtime.journal import (
     RunEnded,
     RunStarted,
     Trained,
+    TransitionBegun,
+    TransitionEnded,
     VersionReady,
     WeightsLive,
     WorkerGone,
@@ -46,6 +48,8 @@ ALL: tuple[Record, ...] = (
     START,
     WorkerJoined(worker="slot-0", incarnation="a", host="h", pid=1),
     PlanCommitted(plan=Plan(0, (Emu(POLICY_GENERATION, 0, Layout(), (0,)),)), why="start"),
+    TransitionBegun(plan=Plan(1, ()), primitives=("policy.training.split.1",), why="asked for"),
+    TransitionEnded(epoch=1, ok=False, reason="slot-1 refused", seconds=0.5, moved_bytes=12),
     Granted(groups=(GroupRef(0, 0), GroupRef(1, 0)), owner="slot-0", version=0),
     Accepted(group=0, attempt=0, row=5, rollout="slot-0", version_first=0, version_last=0, rewards=(1.0, None, 0.25)),
     Reissued(group=1, attempt=1, reason="slot-0 lost"),
@@ -186,7 +190,7 @@ def test_checkpoints_are_on_disk_before_append_returns(tmp_path: Path, monkeypat
 
 
 def test_checkers_get_flat_dictionaries() -> None:
-    rows = list(plain([Entry(3, 0.5, ALL[4])]))
+    rows = list(plain([Entry(3, 0.5, next(record for record in ALL if isinstance(record, Accepted)))]))
     assert rows == [
         {
             "seq": 3,

@@ -14,15 +14,16 @@ from pathlib import Path
 from nereus.actors.host import Actor, host
 from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_of
 from nereus.actors.rollout import RolloutActor
+from nereus.actors.slot import SlotActor
 from nereus.actors.trainer import TrainerActor
 from nereus.actors.weights import Relay, WeightsActor
 from nereus.backends.fake import FakeReward, FakeRollout, FakeText, FakeTrainer, Pace
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.memory import MemoryBus
-from nereus.bus.messages import Hello, StepReport
+from nereus.bus.messages import Hello, StepReport, Welcome
 from nereus.bus.session import Settings
 from nereus.config import JobConfig
-from nereus.core.plan import Plan, Stage
+from nereus.core.plan import ModelStage, Plan, SlotId, Stage
 from nereus.errors import NereusError
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import open_dataset
@@ -58,6 +59,7 @@ class World:
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self.steps: list[tuple[StepReport, dict[str, float]]] = []
         self.notes: list[str] = []
+        self.trainers: dict[SlotId, FakeTrainer] = {}
         self.on_step: Callable[[int], None] = lambda step: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}
@@ -119,7 +121,9 @@ class World:
             self._endpoints[worker] = [service, control]
             await asyncio.sleep(0.2)
             hello = Hello(worker, control.incarnation, "here", pid, f"{worker}#{pid}")
-            await control.request(SUPERVISOR, hello, timeout_s=30)
+            welcome = await control.request(SUPERVISOR, hello, timeout_s=30)
+            assert isinstance(welcome, Welcome)
+            control.advance(welcome.epoch)
             code = await host(self._actor(worker, control, service), control, [service])
             await control.close()
             await service.close()
@@ -141,11 +145,7 @@ class World:
         if worker == REWARD:
             return FakeReward()
         assert slot is not None
-        emu = next(self.plan.on(slot))
-        if emu.model_stage.stage is Stage.TRAINING:
-            return TrainerActor(FakeTrainer(self.pace), slot, control, wiring)
-        transcript = self.folder / "transcript.jsonl"
-        return RolloutActor(FakeRollout(self.pace), FakeText(), self.config, slot, control, wiring, transcript)
+        return _FakeSlot(self, slot, control, wiring)
 
     # Observer
 
@@ -158,6 +158,24 @@ class World:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class _FakeSlot(SlotActor):
+    """A slot whose devices are stand-ins."""
+
+    def __init__(self, world: World, slot: SlotId, control: Endpoint, wiring: _Wiring) -> None:
+        super().__init__(slot, world.config, control, wiring, world.folder)
+        self._world = world
+        self._place = (slot, control, wiring)
+
+    def _build(self, model_stage: ModelStage, source: Path) -> Actor:
+        slot, control, wiring = self._place
+        world = self._world
+        if model_stage.stage is Stage.TRAINING:
+            world.trainers[slot] = FakeTrainer(world.pace)
+            return TrainerActor(world.trainers[slot], slot, control, wiring)
+        transcript = world.folder / "transcript.jsonl"
+        return RolloutActor(FakeRollout(world.pace), FakeText(), world.config, slot, control, wiring, transcript)
 
 
 class _Wiring:

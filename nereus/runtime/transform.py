@@ -1,0 +1,172 @@
+"""How is a plan change carried out on live workers?
+
+Owner: the supervisor, which begins a transition at a weight-sync point and commits it when the state of every unit of
+the new plan is where it belongs. ``execute`` runs the ready primitives of any transition as concurrent coroutines;
+``StateMoves`` performs one primitive by messages: the senders lend what is missing, each receiver takes it and checks
+it. Until the commit every source keeps what it has, so a failure costs time and nothing else.
+
+Invariants (tests/runtime/test_transform.py, tests/virtual/test_transitions.py): no primitive starts before those it
+waits for; when one fails its siblings are cancelled; every wait is bounded; lent memory is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from nereus.actors.names import slot_worker
+from nereus.bus.endpoint import Endpoint
+from nereus.bus.messages import Lend, Lent, Loan, Message, Return, Take, Vacate
+from nereus.core.plan import SlotId, Stage
+from nereus.errors import NereusError, TransitionError
+from nereus.transition.cost import traffic
+from nereus.transition.primitive import (
+    Destroy,
+    Extend,
+    Merge,
+    Primitive,
+    Replica,
+    Split,
+    TransitionDag,
+    model_stage_of,
+    slots_of,
+)
+from nereus.transition.reshard import Move, TensorSpec, held_to_train
+from nereus.transition.run import TransitionRun
+
+
+async def execute(run: TransitionRun, perform: Callable[[Primitive], Awaitable[None]]) -> None:
+    """Perform the primitives of ``run``, each as soon as it may start; the first failure cancels the others."""
+    running: dict[asyncio.Task[None], Primitive] = {}
+    try:
+        while not run.finished:
+            for primitive in run.ready():
+                running[asyncio.create_task(_awaited(perform(primitive)), name=primitive.id)] = primitive
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                primitive = running.pop(task)
+                task.result()
+                run.done(primitive.id)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _awaited(performing: Awaitable[None]) -> None:
+    await performing
+
+
+def takers(primitive: Primitive) -> tuple[Replica, ...]:
+    """Return the replicas whose slots hold more or other state after ``primitive``."""
+    match primitive:
+        case Split(parts=parts):
+            return parts
+        case Merge(target=target) | Extend(target=target):
+            return (target,)
+        case Destroy():
+            return ()
+        case _:
+            raise TransitionError(f"{primitive.id}: live slots cannot park state in host memory yet")
+
+
+class StateMoves:
+    """Performs primitives on the workers of a run.
+
+    A generating unit has no state of its own: its weights come from the relay after the commit, so only its slots are
+    given up here.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        specs: Sequence[TensorSpec],
+        tied: Mapping[str, str],
+        model: Path,
+        dag: TransitionDag,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._endpoint = endpoint
+        self._specs = tuple(specs)
+        self._held = held_to_train(frozenset(tied.values()))
+        self._layers = 1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1)
+        self._model = str(model)
+        self._timeout_s = timeout_s
+        self._idle_parts = _idle_parts(dag.primitives)
+        self.moved: list[Move] = []
+        """What has gone from slot to slot so far, every kind of state once."""
+        self.vacated: list[SlotId] = []
+
+    async def perform(self, primitive: Primitive) -> None:
+        """Carry out one primitive; ``TransitionError`` says what could not be done."""
+        stage = model_stage_of(primitive).stage
+        if stage is Stage.TRAINING:
+            await self._move(primitive)
+        elif stage is Stage.GENERATION and isinstance(primitive, Destroy):
+            self.vacated += slots_of(primitive)
+            await self._ask_all((slot, Vacate()) for slot in slots_of(primitive))
+
+    async def _move(self, primitive: Primitive) -> None:
+        if isinstance(primitive, Split):
+            wanted = tuple(part for part in primitive.parts if part not in self._idle_parts)
+            primitive = msgspec.structs.replace(primitive, parts=wanted)
+        by_lender: dict[SlotId, list[Move]] = defaultdict(list)
+        for move in traffic(primitive, self._specs, self._layers, held=self._held):
+            by_lender[move.from_slot].append(move)
+        lenders = sorted(by_lender)
+        try:
+            answers = await self._ask_all((slot, Lend(primitive.id, tuple(by_lender[slot]))) for slot in lenders)
+            loans = []
+            for slot, answer in zip(lenders, answers, strict=True):
+                if not isinstance(answer, Lent):
+                    raise TransitionError(f"{slot_worker(slot)} answered Lend with {type(answer).__name__}")
+                loans.append(Loan(slot, tuple(by_lender[slot]), answer.path, answer.receipt))
+            await self._ask_all(
+                (slot, Take(primitive.id, replica, index, self._model, _for(slot, loans)))
+                for replica in takers(primitive)
+                for index, slot in enumerate(replica.slots)
+            )
+        finally:
+            with contextlib.suppress(NereusError, TimeoutError):  # a lender that is gone has nothing to be given back
+                await self._ask_all((slot, Return(primitive.id)) for slot in lenders)
+        for moves in by_lender.values():
+            self.moved += moves
+
+    async def _ask_all(self, orders: Iterable[tuple[SlotId, Message]]) -> list[Message]:
+        """Make requests of several slots at once; the first that fails cancels the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask(slot, message)) for slot, message in orders]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _ask(self, slot: SlotId, message: Message) -> Message:
+        return await self._endpoint.request(slot_worker(slot), message, timeout_s=self._timeout_s)
+
+
+def _idle_parts(primitives: Iterable[Primitive]) -> set[Replica]:
+    """Return the replicas that are dropped without ever being used: a split need not gather them."""
+    dropped, used = set[Replica](), set[Replica]()
+    for primitive in primitives:
+        match primitive:
+            case Destroy(replica=replica):
+                dropped.add(replica)
+            case Extend(sources=sources):
+                used.update(sources)
+            case Merge(parts=parts):
+                used.update(parts)
+            case Split(source=source):
+                used.add(source)
+    return dropped - used
+
+
+def _for(slot: SlotId, loans: Iterable[Loan]) -> tuple[Loan, ...]:
+    """Return what concerns ``slot``; every loan of a kind of state names its moves in the file's order."""
+    return tuple(loan for loan in loans if any(move.to_slot == slot for move in loan.moves))
