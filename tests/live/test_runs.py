@@ -108,8 +108,8 @@ DETERMINISTIC = (
 )
 
 
-def test_a_run_resumed_on_another_layout_equals_the_straight_one(job: Job, tmp_path: Path) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
+def test_a_run_resumed_or_changed_to_other_layouts_equals_the_straight_one(job: Job, tmp_path: Path) -> None:
+    straight, broken, changed = tmp_path / "straight", tmp_path / "broken", tmp_path / "changed"
     code, output = job.run(*DETERMINISTIC, "--rollout.layout", "d1t1p1", folder=straight)
     assert code == 0, output[-3000:]
     process = job.start(*DETERMINISTIC, "--train.layout", "d2t1p1", folder=broken)
@@ -120,12 +120,21 @@ def test_a_run_resumed_on_another_layout_equals_the_straight_one(job: Job, tmp_p
     assert code == 0, output[-3000:]
     code, output = job.run(*DETERMINISTIC, "--resume", "3", "--train.layout", "d1t2p1", folder=broken)
     assert code == 0, output[-3000:]
-    one, other = (_state(folder / "checkpoints" / "step_00000006") for folder in (straight, broken))
-    assert one.keys() == other.keys()
+    walk = "1 d1t2p1 d1t1p1; 2 d1t1p2 d1t1p1; 3 d1t1p1 d2t1p1; 4 d2t1p1 d1t1p1; 5 d1t2p1 d1t1p1"
+    start = ("--rollout.layout", "d1t1p1", "--train.layout", "d2t1p1")
+    code, output = job.run(*DETERMINISTIC, *start, "--adapt.at", walk, folder=changed)
+    assert code == 0, output[-3000:]
+    ended = [entry.record for entry in job.entries(changed) if isinstance(entry.record, record.TransitionEnded)]
+    assert [change.reason for change in ended] == [""] * 5
+    assert not list(leftovers(changed))
+    one, *others = (_state(folder / "checkpoints" / "step_00000006") for folder in (straight, broken, changed))
     assert {kind for kind, _ in one} == {"parameter", "exp_avg", "exp_avg_sq"}  # type: ignore[misc]
-    for key, value in one.items():
-        assert np.abs(value - other[key]).max() <= 1e-9 * max(1.0, np.abs(value).max()), key
-    assert _trained(job, straight) == list(range(24))
+    for other in others:
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert np.abs(value - other[key]).max() <= 1e-9 * max(1.0, np.abs(value).max()), key
+    for folder in (straight, changed):
+        assert _trained(job, folder) == list(range(24))
 
 
 def test_the_exported_model_is_what_was_trained(job: Job, tmp_path: Path) -> None:
