@@ -32,7 +32,7 @@ from nereus.backends.api import (
 from nereus.backends.holdings import Holdings, within
 from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.bus.endpoint import Delivery, PeerGone
-from nereus.bus.messages import Message, PullFrom, Refused, Score, Scored, StepReport
+from nereus.bus.messages import Commit, Message, Ok, PullFrom, Refused, Score, Scored, StepReport
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
 from nereus.errors import CheckpointError, TransitionError
 from nereus.transition.checksum import piece_checksum, tensors_checksum
@@ -337,6 +337,8 @@ class FakeReward:
             case Score(completions=completions):
                 count = len(completions)
                 return Scored(tuple(index / max(1, count - 1) for index in range(count)))
+            case Commit():
+                return Ok()
             case other:
                 return Refused(f"the fake reward service does not understand {type(other).__name__}")
 
