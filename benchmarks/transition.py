@@ -3,9 +3,10 @@
     python benchmarks/transition.py [--json] [--transitions N] [--schedules N] [--repeats N]
 
 Four parts. Planning: the time from two plans to the graph at 32 to 4,096 slots, one core, pure Python. Schedule: the
-makespan beside the shortest one that SCIP proves (sizes that it can close; needs pyscipopt). Arrival: random transitions in
-which model-stages exchange slots in every way, finished in random order, with the books checked at every step. And the
-same moves made by every model-stage on its own, as systems do that migrate per component: how often they deadlock.
+makespan beside the shortest one that SCIP proves (sizes that it can close; needs pyscipopt). Arrival: random
+transitions in which model-stages exchange slots in every way, finished in random order, with the books checked at every
+step. And the same moves made by every model-stage on its own, as systems do that migrate per component: how often they
+deadlock.
 """
 
 from __future__ import annotations

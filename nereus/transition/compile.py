@@ -38,10 +38,10 @@ from nereus.transition.primitive import (
 MAX_STRIPES = 4
 """So many replicas at most send to one new replica: more do not fill its links any better."""
 
-SMALL = 64
+SMALL = 24
 """So many primitives at most has a transition that is played through in several ways: the shortest wins."""
 
-MAX_VARIANTS = 12
+MAX_VARIANTS = 6
 
 _CHOICES = 256
 """So many ways to choose the copies that are dropped last are tried before one is parked."""
@@ -78,12 +78,17 @@ def compile_transition(
     if isinstance(dag, Stuck) or len(dag.primitives) > SMALL:
         return dag
     end = best.end_s
-    for variant in range(1, min(best.variants, MAX_VARIANTS)):
-        other = _Compiler(current, target, in_groups, memory, seconds, changes, variant)
+    ways = [(kept, eager) for kept in (best.kept, *best.variants) for eager in (False, True)]
+    for kept, eager in ways[1 : MAX_VARIANTS + 1]:
+        other = _Compiler(current, target, in_groups, memory, seconds, changes, kept, eager=eager)
         found = other.compile()
         if isinstance(found, TransitionDag) and other.end_s < end:
             dag, end = found, other.end_s
     return dag
+
+
+_MORE_CHOICES = 16
+"""So many are tried for the sake of variants."""
 
 
 class _Copy:
@@ -92,13 +97,14 @@ class _Copy:
     doomed = False
     made_by = -1
     last_use = -1
+    dropped_by = -1
     merging: _Merging | None = None
+    blocked: Sequence[_Acquisition] = ()
+    """The acquisitions that wait for this copy's slots."""
 
     def __init__(self, replica: Replica, stage: _Stage) -> None:
         self.replica = replica
         self.stage = stage
-        self.blocked: list[_Acquisition] = []
-        """The acquisitions that wait for this copy's slots."""
 
 
 class _Doomed(_Copy):
@@ -112,12 +118,13 @@ class _Acquisition(_Copy):
 
     missing = 0
     """So many blockers are still there."""
+    blockers: Sequence[_Copy] = ()
+    """The copies that hold its slots."""
 
-    def __init__(self, replica: Replica, stage: _Stage) -> None:
-        super().__init__(replica, stage)
-        self.blockers: list[_Copy] = []
-        self.releases: list[int] = []
-        """The primitives that release its slots."""
+    @property
+    def releases(self) -> list[int]:
+        """Return the primitives that released its slots."""
+        return sorted([blocker.dropped_by for blocker in self.blockers])
 
 
 class _Merging:
@@ -207,6 +214,10 @@ _Kept = dict[_Stage, tuple[_Copy, ...]]
 """By model-stage, copies in somebody's way that are dropped only after they have been copied."""
 
 
+_Numbers = dict[int, tuple[int, ...]]
+"""The same by the order of model-stages and the places of copies among those that go."""
+
+
 class _MemoryBook:
     """Memory per slot in predicted time, and the edges that keep it true in any order.
 
@@ -260,13 +271,17 @@ class _Compiler:
         memory: Memory | None,
         seconds: Callable[[Primitive], float],
         changes: Sequence[StageDiff],
-        variant: int = 0,
+        kept: _Numbers | None = None,
+        *,
+        eager: bool = False,
     ) -> None:
         self._current, self._target, self._groups = current, target, groups
         self._memory, self._seconds = memory, seconds
-        self._variant = variant
-        self.variants = 1
-        """How many ways there are to play it through."""
+        self._eager = eager
+        """Whether a new copy takes all sources that help it, the most spread one first, or leaves some to others."""
+        self.kept = kept
+        self.variants: list[_Numbers] = []
+        """What else could be kept: other ways to play it through."""
         in_groups = groups_of([change.model_stage for change in changes], groups)
         self._stages = [_Stage(i, change, in_groups[change.model_stage]) for i, change in enumerate(changes)]
         self._book = None if memory is None or self._roomy(memory) else _MemoryBook(memory, current)
@@ -344,6 +359,7 @@ class _Compiler:
                 held = dict.fromkeys(copy.replica.slots, copy)
                 for group in stage.groups:
                     holders.setdefault(group, {}).update(held)
+        waiting: dict[_Copy, list[_Acquisition]] = {}
         for stage in self._stages:
             if not stage.acquisitions:
                 continue
@@ -353,15 +369,19 @@ class _Compiler:
                 blockers: set[_Copy | None] = set(map(maps[0], slots)) if maps else set()
                 for find in maps[1:]:
                     blockers.update(map(find, slots))
-                blockers.discard(None)
-                if not blockers:
+                found = [blocker for blocker in blockers if blocker is not None]
+                if not found:
                     stage.ready.append(acquisition)
                     continue
-                acquisition.missing = len(blockers)
-                for blocker in blockers:
-                    if blocker is not None:
-                        blocker.blocked.append(acquisition)
-                        acquisition.blockers.append(blocker)
+                acquisition.blockers = found
+                acquisition.missing = len(found)
+                for blocker in found:
+                    if blocker in waiting:
+                        waiting[blocker].append(acquisition)
+                    else:
+                        waiting[blocker] = [acquisition]
+        for blocker, acquisitions in waiting.items():
+            blocker.blocked = acquisitions
 
     def _last_copies(self) -> _Kept:
         """Choose, for each model-stage all of whose copies stand in somebody's way, what is not dropped at once.
@@ -370,6 +390,11 @@ class _Compiler:
         least wanted copies are tried first; if no choice works, the one that opens the way for most is taken. One copy
         each is enough; variants of a small transition keep others, or all that they can, to send from.
         """
+        if self.kept is not None:
+            return {
+                self._stages[order]: tuple([self._stages[order].dropped[number] for number in numbers])
+                for order, numbers in self.kept.items()
+            }
         closed = [
             stage
             for stage in self._stages
@@ -378,23 +403,20 @@ class _Compiler:
         if not closed:
             return {}
         options = [_distinct(stage.dropped) for stage in closed]
-        wanted = MAX_VARIANTS if sum([len(stage.acquisitions) for stage in self._stages]) <= SMALL else 1
+        small = sum([len(stage.acquisitions) for stage in self._stages]) <= SMALL
         good = list[_Kept]()
         best, opened = _Kept(), -1
-        for choice in itertools.islice(itertools.product(*options), _CHOICES):
+        for tried, choice in enumerate(itertools.islice(itertools.product(*options), _CHOICES)):
+            if good and (not small or tried >= _MORE_CHOICES or len(good) > MAX_VARIANTS):
+                break
             chosen: _Kept = {stage: (copy,) for stage, copy in zip(closed, choice, strict=True)}
             count = _opened(chosen)
             if count > opened:
                 best, opened = chosen, count
             if count == len(closed):
-                good.append(chosen)
-                if len(good) >= wanted:
-                    break
-                good += _wider(chosen)
-        if not good:
-            return best
-        self.variants = len(good)
-        return good[self._variant]
+                good += [chosen, *_wider(chosen)] if small else [chosen]
+        self.kept, *self.variants = map(_numbers, good or [best])
+        return best
 
     def _doom(self, last: _Kept) -> None:
         """Destroy what is in the way; what is not stays as a source while there is something to send."""
@@ -479,8 +501,8 @@ class _Compiler:
         self._start(primitive, _after((copy,)), (), self._free, copy)
 
     def _free(self, copy: _Copy, index: int) -> None:
+        copy.dropped_by = index
         for acquisition in copy.blocked:
-            acquisition.releases.append(index)
             acquisition.missing -= 1
             if not acquisition.missing:
                 stage = acquisition.stage
@@ -490,6 +512,8 @@ class _Compiler:
     def _extend(self, stage: _Stage) -> None:
         """Give every acquisition that has its slots idle copies of its own to copy from, as many as there are."""
         postponed: list[_Acquisition] = []
+        if self._eager:
+            stage.ready = deque(sorted(stage.ready, key=_spread))
         while stage.ready and (stage.idle or stage.parked):
             acquisition = stage.ready.popleft()
             if not (self._unpark(stage, acquisition) if stage.parked else self._copy(stage, acquisition)):
@@ -501,7 +525,7 @@ class _Compiler:
             self._hungry.pop(stage, None)
 
     def _copy(self, stage: _Stage, acquisition: _Acquisition) -> bool:
-        stripes = min(MAX_STRIPES, len(stage.idle) // (len(stage.ready) + 1))
+        stripes = MAX_STRIPES if self._eager else min(MAX_STRIPES, len(stage.idle) // (len(stage.ready) + 1))
         name, target = self._next_id(stage, "extend"), acquisition.replica
         sources = list(itertools.islice(stage.idle, max(1, stripes)))
         primitive = Extend(name, tuple([source.replica for source in sources]), target)
@@ -625,6 +649,10 @@ class _Compiler:
         return Stuck(tuple(f"{name} waits for memory that nothing frees" for name in dict.fromkeys(hungry)))
 
 
+def _spread(acquisition: _Acquisition) -> int:
+    return -len(acquisition.replica.slots)
+
+
 def _replica(copy: _Copy) -> Replica:
     return copy.replica
 
@@ -658,6 +686,10 @@ def _distinct(copies: Sequence[_Copy]) -> list[_Copy]:
     for copy in copies:
         found.setdefault(tuple(map(id, copy.blocked)), copy)
     return sorted(found.values(), key=lambda copy: len(copy.blocked))
+
+
+def _numbers(kept: _Kept) -> _Numbers:
+    return {stage.order: tuple([stage.dropped.index(copy) for copy in copies]) for stage, copies in kept.items()}
 
 
 def _wider(chosen: _Kept) -> list[_Kept]:
