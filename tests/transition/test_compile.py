@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.transitions.plans import scenario
+from nereus.core.cluster import Link
 from nereus.core.plan import Emu, Layout, ModelStage, Plan
 from nereus.transition import compile as compile_module
 from nereus.transition.compile import MAX_STRIPES, compile_transition, nominal_seconds
-from nereus.transition.cost import makespan, traffic
+from nereus.transition.cost import PrimitiveSeconds, TransferRates, makespan, traffic
 from nereus.transition.primitive import (
     Destroy,
     Extend,
@@ -143,8 +144,15 @@ def test_a_unit_that_moves_onto_its_own_slots_is_parked() -> None:
 
 
 def test_a_model_stage_without_a_copy_cannot_be_made() -> None:
-    stuck = compile_transition(*plans(units(TRAINING, T1, (0,)), units(CRITIC, T1, (1,))), groups=ALL_AT_ONCE)
-    assert isinstance(stuck, Stuck) and "critic.training has no copy in the current plan" in str(stuck)
+    after = units(CRITIC, T1, (1,), (2,)) + units(REFERENCE, T2, (3, 4))
+    stuck = compile_transition(*plans(units(TRAINING, T1, (0,)), after), groups=ALL_AT_ONCE)
+    assert isinstance(stuck, Stuck) and len(stuck.cycle) == 2
+    reference, critic = stuck.cycle
+    assert critic == (
+        "critic.training has no copy in the current plan, so nothing can send the 2 that the target plan wants (the "
+        "first is t1p1 on 1): load it from a checkpoint, or leave it out of the target plan"
+    )
+    assert "reference.inference has no copy" in reference and "t2p1 on 3,4" in reference
 
 
 def test_a_model_stage_that_the_target_lacks_is_dropped_altogether() -> None:
@@ -182,6 +190,34 @@ def test_what_could_go_in_either_order_goes_in_stage_order() -> None:
 def test_another_tie_break_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_module, "_stage_order", lambda stage: -stage.order)
     assert who_waits(contested()[0]) == [("policy.training", False), ("policy.generation", True)]
+
+
+# How short
+
+
+def test_a_stripe_that_does_not_help_is_left_to_others() -> None:
+    """Two replicas make two others; over links that one sender fills, each makes one."""
+    before = units(TRAINING, T1, (0,), (1,))
+    after = (*before, *units(TRAINING, T1, (2,), first=2))
+    link = Link(0.0, 10.0)
+    price = PrimitiveSeconds(TransferRates(link, link, 10.0), Memory(100, {TRAINING: 100}))
+    dag = compile_transition(*plans(before, after), groups=ALL_AT_ONCE, seconds=price)
+    assert isinstance(dag, TransitionDag)
+    (extend,) = dag.primitives
+    assert isinstance(extend, Extend) and len(extend.sources) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_variant_is_longer_than_the_first_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = scenario(random.Random(seed), 8)
+
+    def seconds_of(most: int) -> float:
+        monkeypatch.setattr(compile_module, "MAX_VARIANTS", most)
+        dag = compile_transition(case.current, case.target, groups=case.groups, memory=case.memory)
+        assert isinstance(dag, TransitionDag)
+        return makespan(TransitionRun(dag), nominal_seconds)
+
+    assert seconds_of(6) <= seconds_of(0) + 1e-9
 
 
 # Memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.transitions.plans import OVERLAPS, Scenario, overlaps, scenario
-from nereus.core.plan import Layout
+from nereus.core.plan import Emu, Layout, Plan
+from nereus.transition import compile as compile_module
 from nereus.transition.compile import compile_transition
 from nereus.transition.ledger import Ledger
 from nereus.transition.primitive import (
@@ -32,6 +34,7 @@ from tests.transition.journeys import (
     TRAINING,
     compiled,
     finish_in_random_order,
+    plans,
     reached,
     units,
 )
@@ -116,6 +119,52 @@ def test_without_release_before_acquire_a_slot_is_owned_twice() -> None:
             noticed += broken(msgspec.structs.replace(dag, resource=((),) * len(dag.primitives)))
             assert not broken(dag)
     assert tried >= 20 and noticed == tried
+
+
+def test_a_compiler_without_release_before_acquire_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant never looks whose slots an acquisition needs: it starts everything that has a source."""
+
+    def blind(self: compile_module._Compiler) -> None:
+        for stage in self._stages:
+            stage.ready.extend(stage.acquisitions)
+
+    cases = [scenario(random.Random(seed), 12) for seed in range(12)]
+    waiting = [case for case in cases if any(cast(TransitionDag, compile_scenario(case)).resource)]
+    assert len(waiting) >= 8
+    monkeypatch.setattr(compile_module._Compiler, "_block", blind)
+    assert all(broken(cast(TransitionDag, compile_scenario(case)), orders=4) for case in waiting)
+
+
+def test_a_compiler_that_drops_every_copy_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant keeps no last copy: a model-stage that moves as a whole cannot arrive."""
+    before = units(GENERATION, T1, (0,), (1,)) + units(TRAINING, T1, (2,), (3,))
+    after = units(GENERATION, T1, (2,), (4,), first=2) + units(TRAINING, T1, (0,), (1,), first=2)
+    assert not broken(compiled(before, after))
+    monkeypatch.setattr(compile_module._Compiler, "_last_copies", lambda self: {})
+    mutant = compile_transition(*plans(before, after), groups=ALL_AT_ONCE)
+    assert isinstance(mutant, Stuck) or broken(mutant)
+
+
+@given(st.integers(0, 1 << 32), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=40)
+def test_units_and_their_slots_may_stand_in_any_order(seed: int, order: int) -> None:
+    """Plans whose units and slots are shuffled, also between each other, are as good as sorted ones."""
+    rng = random.Random(seed)
+    case = scenario(rng, rng.choice((8, 12)))
+
+    def shuffled(plan: Plan) -> Plan:
+        emus = [
+            Emu(emu.model_stage, emu.ordinal, emu.layout, tuple(rng.sample(emu.slots, len(emu.slots))))
+            for emu in plan.emus
+        ]
+        return Plan(plan.epoch, tuple(rng.sample(emus, len(emus))))
+
+    current = shuffled(case.current)
+    for target in (shuffled(case.target), Plan(1, shuffled(current).emus)):
+        mixed = Scenario(current, target, case.groups, case.memory)
+        dag = compile_scenario(mixed)
+        assert isinstance(dag, TransitionDag), dag
+        assert reached(finish_in_random_order(dag, random.Random(order), lambda run: balanced(case, run)), dag)
 
 
 def test_without_copying_before_the_last_destroy_a_model_stage_is_lost() -> None:
