@@ -15,13 +15,13 @@ from msgspec import Struct
 
 from nereus.actors.names import REWARD, slot_worker
 from nereus.core.plan import POLICY_GENERATION, ModelStage, Plan
-from nereus.core.units import format_seconds
+from nereus.core.units import format_bytes, format_seconds
 from nereus.errors import ConfigError
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Contents, Entry, JournalError, read_journal
 
 _REASONS = {"start": "the job's train.layout and rollout.layout ask for it (nothing is searched at the start yet)"}
-NO_CHANGE = "No other plan was considered: a live run keeps its first plan, deciding is not connected to it yet."
+NO_CHANGE = "No other plan was considered: a live run changes its plan only where adapt.at asks for it."
 
 
 class Told(Struct, frozen=True):
@@ -134,8 +134,18 @@ class _Story:
             case record.PlanCommitted(plan=plan, why=why):
                 self.plans += 1
                 self.roles = {slot_worker(slot): emu.model_stage for emu in plan.emus for slot in emu.slots}
+                if why == "transition":
+                    return ""  # how the transition ended says the same, and how long it took
                 because = _REASONS.get(why, why)
                 return f"Plan epoch {plan.epoch} was taken{', because ' + because if because else ''}: {_plan(plan)}."
+            case record.TransitionBegun(plan=plan, primitives=primitives, why=why):
+                count = f"{len(primitives)} primitive{'' if len(primitives) == 1 else 's'}"
+                return f"A change to plan epoch {plan.epoch} began ({count}), because {why}: {_plan(plan)}."
+            case record.TransitionEnded(epoch=epoch, ok=True, seconds=seconds, moved_bytes=moved):
+                size = format_bytes(moved)
+                return f"Plan epoch {epoch} is in force after {seconds:.2f} s; {size} of state went between slots."
+            case record.TransitionEnded(epoch=epoch, reason=reason):
+                return f"The change to plan epoch {epoch} was given up, and the plan before it stays: {reason}."
             case record.WorkerJoined(worker=worker, incarnation=life):
                 return self._joined(worker, life)
             case record.WorkerGone(worker=worker, why=why, expected=True):

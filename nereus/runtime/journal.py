@@ -79,7 +79,7 @@ class TransitionEnded(_Record, frozen=True, tag="transition_ended", kw_only=True
     reason: str = ""
     seconds: float = 0.0
     moved_bytes: int = 0
-    """What went from slot to slot, each kind of state counted once."""
+    """What slots lent to others: parameters and moments."""
 
 
 class Granted(_Record, frozen=True, tag="granted", kw_only=True):

@@ -70,7 +70,7 @@ from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, 
 from nereus.runtime.transform import StateMoves, execute
 from nereus.transition.compile import compile_transition
 from nereus.transition.primitive import Stuck
-from nereus.transition.reshard import TensorSpec, moved_bytes
+from nereus.transition.reshard import TensorSpec
 from nereus.transition.run import TransitionRun
 
 MAX_ATTEMPTS = 4
@@ -621,7 +621,7 @@ class Supervisor:
         else:
             await self._commit(transition.target)
         seconds = self._now() - transition.began
-        moved = moved_bytes(self._tensors, transition.moves.moved)
+        moved = transition.moves.moved_bytes
         ended = record.TransitionEnded(
             epoch=transition.target.epoch, ok=not failure, reason=failure, seconds=seconds, moved_bytes=moved
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from nereus.actors.names import slot_worker
+from nereus.backends.api import Receipt
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Lend, Lent, Loan, Message, Return, Take, Vacate
 from nereus.core.plan import SlotId, Stage
@@ -99,8 +100,8 @@ class StateMoves:
         self._model = str(model)
         self._timeout_s = timeout_s
         self._idle_parts = _idle_parts(dag.primitives)
-        self.moved: list[Move] = []
-        """What has gone from slot to slot so far, every kind of state once."""
+        self.moved_bytes = 0
+        """What has been lent so far: parameters and moments."""
         self.vacated: list[SlotId] = []
 
     async def perform(self, primitive: Primitive) -> None:
@@ -126,6 +127,7 @@ class StateMoves:
             for slot, answer in zip(lenders, answers, strict=True):
                 if not isinstance(answer, Lent):
                     raise TransitionError(f"{slot_worker(slot)} answered Lend with {type(answer).__name__}")
+                self.moved_bytes += msgspec.json.decode(answer.receipt, type=Receipt).size_bytes
                 loans.append(Loan(slot, tuple(by_lender[slot]), answer.path, answer.receipt))
             await self._ask_all(
                 (slot, Take(primitive.id, replica, index, self._model, _for(slot, loans)))
@@ -135,8 +137,6 @@ class StateMoves:
         finally:
             with contextlib.suppress(NereusError, TimeoutError):  # a lender that is gone has nothing to be given back
                 await self._ask_all((slot, Return(primitive.id)) for slot in lenders)
-        for moves in by_lender.values():
-            self.moved += moves
 
     async def _ask_all(self, orders: Iterable[tuple[SlotId, Message]]) -> list[Message]:
         """Make requests of several slots at once; the first that fails cancels the others."""

@@ -159,3 +159,25 @@ def test_what_is_no_run_is_one_line(content: bytes | None, tmp_path: Path, capsy
     assert execute(["explain", str(tmp_path)]) == 2
     text, errors = capsys.readouterr()
     assert text == "" and errors.count("\n") == 1 and str(tmp_path) in errors
+
+
+def test_plan_changes_are_told_with_their_reason_and_their_price(tmp_path: Path) -> None:
+    target = Plan(1, (Emu(POLICY_GENERATION, 0, Layout(), (1,)), Emu(POLICY_TRAINING, 1, Layout(2), (0, 2))))
+    says = story(
+        tmp_path,
+        *BEGIN,
+        trained(0),
+        record.TransitionBegun(plan=target, primitives=("a", "b"), why="adapt.at asks for it after step 1"),
+        record.PlanCommitted(plan=target, why="transition"),
+        record.TransitionEnded(epoch=1, ok=True, seconds=0.25, moved_bytes=2_000_000),
+        trained(1),
+        record.TransitionBegun(plan=target, primitives=("c",), why="adapt.at asks for it after step 2"),
+        record.TransitionEnded(epoch=2, ok=False, reason="slot-1 refused: damaged"),
+        record.RunEnded(reason="done", ok=True),
+    )
+    assert "change to plan epoch 1 began (2 primitives), because adapt.at asks for it after step 1" in says[3]
+    assert "policy.training d1t2p1 on slot 0+2" in says[3]
+    assert says[4].startswith("Plan epoch 1 is in force after 0.25 s; 2")
+    assert "(1 primitive)" in says[6]
+    assert says[7] == "The change to plan epoch 2 was given up, and the plan before it stays: slot-1 refused: damaged."
+    assert NO_CHANGE not in says
