@@ -55,15 +55,19 @@ def against_baseline(rows: Sequence[Row], ours: Array, baseline: Array, at: Sequ
 
 def steps(rows: list[Row], ours: Array, baseline: Array) -> dict[str, Any]:
     """Return step-time errors of all rows, of the headline's and of each family."""
-    headline = [index for index, row in enumerate(rows) if row.precision == "16-bit" and 8 <= row.gpus <= 512]
+    sized = [index for index, row in enumerate(rows) if 8 <= row.gpus <= 512]
+    headline = [index for index in sized if rows[index].precision == "16-bit"]
     with (DATA / "candidate_oos_plans.csv").open(encoding="utf-8") as file:
         named = {line["row_id"] for line in csv.DictReader(file)}
     subsets = {
         "all rows": list(range(len(rows))),
         HEADLINE: headline,
-        "of these, tp or pp above 1": [i for i in headline if rows[i].setups.tp[0] * rows[i].setups.pp[0] > 1],
-        "of these, without bigscience-v100": [i for i in headline if rows[i].source != "bigscience-v100"],
-        "of these, candidate_oos_plans": [i for i in headline if rows[i].row_id in named],
+        "the same with MLPerf rows of unstated precision": [
+            index for index in sized if rows[index].precision in ("16-bit", "unstated")
+        ],
+        f"{HEADLINE}, tp or pp above 1": [i for i in headline if rows[i].setups.tp[0] * rows[i].setups.pp[0] > 1],
+        f"{HEADLINE}, without bigscience-v100": [i for i in headline if rows[i].source != "bigscience-v100"],
+        f"{HEADLINE}, candidate_oos_plans": [i for i in headline if rows[i].row_id in named],
         **by_family(rows),
     }
     return {name: against_baseline(rows, ours, baseline, at) for name, at in subsets.items() if at}

@@ -65,7 +65,7 @@ def parse(line: dict[str, str], hardware: list[dict[str, str]], row_id: str) -> 
     gpus, tp, pp = whole(line["num_gpus"], 1), whole(line["tp"], 0), whole(line["pp"], 1)
     gpu = line["hardware"].upper().replace("-80GB", "")
     if line["hardware"] == "NVIDIA A100 GPU":
-        gpu = "A100-40G"  # LLM-Inference-Bench ran on Polaris: 70B on four of them leaves room for few sequences
+        gpu = "A100-40G"  # ours, the table does not say: 70B on four slows down as if the cache had run out of room
     found = cluster_of(gpu, gpus, hardware)
     if found is None:
         return f"hardware {line['hardware']}"
