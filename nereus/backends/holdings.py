@@ -317,7 +317,7 @@ def _shape(piece: Piece) -> tuple[int, ...]:
 
 
 def _chunks(array: NDArray[Any]) -> Iterator[memoryview]:
-    content = memoryview(array.reshape(-1).view(np.uint8))
+    content = memoryview(array.reshape(-1).view(np.uint8).data)
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]
 

@@ -88,25 +88,31 @@ class FlatRoom:
         self.entries = tuple(entries)
         self.elements = elements
         self.flats: dict[str, Tensor] = dict(flats or {})
-        self._by_name = {entry.spec.name: entry for entry in entries}
         self._dtype, self._device = dtype, device
+        self._views = {kind: self._cut(flat) for kind, flat in self.flats.items()}
 
     def view(self, kind: str, name: str) -> Tensor:
         """Return the place of this slot's piece of a tensor."""
         if kind not in self.flats:
             self.flats[kind] = self._allocate()
-        return self._by_name[name].view(self.flats[kind])
+            self._views[kind] = self._cut(self.flats[kind])
+        return self._views[kind][name]
 
     def release(self, kind: str) -> None:
         """Free everything of one kind."""
         self.flats.pop(kind, None)
+        self._views.pop(kind, None)
+
+    def _cut(self, flat: Tensor) -> dict[str, Tensor]:
+        return {entry.spec.name: entry.view(flat) for entry in self.entries}
 
     def _allocate(self) -> Tensor:
         """Return a flat buffer without touching it, but for the padding."""
         flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
         starts = [entry.offset for entry in self.entries[1:]] + [self.elements]
         for entry, following in zip(self.entries, starts, strict=True):
-            flat[entry.offset + entry.elements : following].zero_()
+            if (end := entry.offset + entry.elements) < following:
+                flat[end:following].zero_()
         return flat
 
 
