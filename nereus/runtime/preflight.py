@@ -22,6 +22,7 @@ from nereus.configuration.rules import replication
 from nereus.core.shape import ModelShape
 from nereus.errors import ConfigError
 from nereus.runtime.dataset import open_dataset
+from nereus.runtime.placement import parse_changes
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -150,8 +151,11 @@ def _check_backends(job: LoadedJob) -> None:
 
 
 def _check_layouts(job: LoadedJob, shape: ModelShape) -> None:
-    for key in ("train.layout", "rollout.layout"):
-        for misfit in shape.misfits(replication(job, key).layout):
+    wanted = [(key, replication(job, key).layout) for key in ("train.layout", "rollout.layout")]
+    for change in parse_changes(job.config.adapt.at):
+        wanted += [("adapt.at", change.train.layout), ("adapt.at", change.rollout.layout)]
+    for key, layout in wanted:
+        for misfit in shape.misfits(layout):
             raise job.refuse(key, misfit, "choose smaller degrees, and more replicas to use the slots")
 
 

@@ -56,6 +56,30 @@ def test_contradictions_are_refused(text: str, parts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("at", "parts"),
+    [
+        ("soon d1t1p1 d1t1p1", ("'soon d1t1p1 d1t1p1' is not a plan change", "20 d1t2p1 d2t1p1")),
+        ("5 d1t1p1", ("'5 d1t1p1' is not a plan change",)),
+        ("5 d1x2 d1t1p1", ("'5 d1x2 d1t1p1' is not a plan change",)),
+        ("0 d1t1p1 d1t1p1", ("not after step 0",)),
+        ("100 d1t1p1 d1t1p1", ("before the last of run.steps 100",)),
+        ("9 d1t1p1 d1t1p1; 9 d1t2p1 d1t1p1", ("'9 d1t2p1 d1t1p1' is not after step 9",)),
+        ("9 d2t2p1 d1t1p1", ("needs 5 slots", "starts with 3", "rollout.layout d2t1p1")),
+        ("9 d1t1p1 d1t2p1", ("t1p1", "d2t1p1")),
+    ],
+)
+def test_impossible_plan_changes_are_refused(at: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job([], [("model.path", "/m"), ("adapt.at", at)], {}, directory=Path("/here"))
+    for part in ("adapt.at (command line)", *parts):
+        assert part in str(caught.value)
+
+
+def test_plan_changes_that_fit_pass() -> None:
+    load_job([], [("model.path", "/m"), ("adapt.at", "3 d1t2p1 d1t1p1; 7 d1t1p1 d2t1p1")], {}, directory=Path("/here"))
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",

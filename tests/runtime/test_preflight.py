@@ -68,6 +68,13 @@ def test_impossible_layouts_are_refused(tmp_path: Path, layout: str, parts: tupl
         assert part in message
 
 
+def test_layouts_that_a_plan_change_asks_for_must_fit_the_model_too(tmp_path: Path) -> None:
+    start = (("train.layout", "d4t1p1"), ("adapt.at", "3 d2t2p1 d2t1p1; 6 d1t4p1 d2t1p1"))
+    message = refusal(model(tmp_path), *start)
+    assert "adapt.at" in message
+    assert "tensor degree 4" in message
+
+
 def test_channels_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     assert "161 feed-forward" in refusal(model(tmp_path, intermediate_size=161), ("train.layout", "t2"))
 
