@@ -477,7 +477,8 @@ def walk_plans(layouts: Sequence[str]) -> list[Plan]:
 
 @pytest.mark.live
 @pytest.mark.timeout(900)
-def test_training_through_changes_of_plan_is_training_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["there and back", pytest.param("up and down", marks=pytest.mark.slow)])
+def test_training_through_changes_of_plan_is_training_without(name: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_batches(tmp_path / "batches", 6)
     config = {
@@ -494,27 +495,25 @@ def test_training_through_changes_of_plan_is_training_without(tmp_path: Path) ->
         },
     }
     walks = []
-    for number, (name, layouts) in enumerate(WALKS.items()):
-        plans = [msgspec.structs.replace(plan, epoch=100 * number + plan.epoch) for plan in walk_plans(layouts)]
-        walks.append({"name": name, "plans": plans, "config": config, "model": "model", "batches": "batches"})
+    for number, walk in enumerate(("straight", name)):
+        plans = [msgspec.structs.replace(plan, epoch=100 * number + plan.epoch) for plan in walk_plans(WALKS[walk])]
+        walks.append({"name": walk, "plans": plans, "config": config, "model": "model", "batches": "batches"})
     (tmp_path / "walks.json").write_bytes(msgspec.json.encode(walks))
     assert run_walks(tmp_path, slots=4) == [0] * 4
     expected = load_file(tmp_path / "straight-0.safetensors")
     metrics = [report["metrics"] for report in read_result(tmp_path, "straight", 0)["reports"]]
     assert len(expected) == 3 * 29
-    for name in list(WALKS)[1:]:
-        slots = Replication.parse(WALKS[name][-1]).slots
-        found = gathered(tmp_path, name, slots, like=expected)
-        for key, value in found.items():
-            error = (value - expected[key]).abs().max().item()
-            assert error <= TOLERANCE, f"{name}: {key} is off by {error:.2e}"
-        for slot in range(4):
-            result = read_result(tmp_path, name, slot)
-            assert result["read_bytes"] == result["least_bytes"]
-            for report in result["reports"]:
-                for metric in ("loss", "kl/ref", "optim/grad_norm", "optim/lr"):
-                    there = metrics[report["step"]][metric]
-                    assert report["metrics"][metric] == pytest.approx(there, rel=TOLERANCE, abs=TOLERANCE)
+    found = gathered(tmp_path, name, Replication.parse(WALKS[name][-1]).slots, like=expected)
+    for key, value in found.items():
+        error = (value - expected[key]).abs().max().item()
+        assert error <= TOLERANCE, f"{key} is off by {error:.2e}"
+    for slot in range(4):
+        result = read_result(tmp_path, name, slot)
+        assert result["read_bytes"] == result["least_bytes"]
+        for report in result["reports"]:
+            for metric in ("loss", "kl/ref", "optim/grad_norm", "optim/lr"):
+                there = metrics[report["step"]][metric]
+                assert report["metrics"][metric] == pytest.approx(there, rel=TOLERANCE, abs=TOLERANCE)
 
 
 def gathered(folder: Path, name: str, slots: int, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
