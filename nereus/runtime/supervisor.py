@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import structlog
 from msgspec import Struct
 
-from nereus.actors.names import RELAY, REWARD, slot_worker
+from nereus.actors.names import RELAY, REWARD
 from nereus.algo.sampler import SampleOrder
 from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
-    Abandon,
     Assign,
-    Commit,
     Fault,
     Grant,
     GroupAccepted,
@@ -56,22 +52,18 @@ from nereus.bus.messages import (
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
-from nereus.errors import CheckpointError, NereusError, PeerLost
+from nereus.errors import CheckpointError, PeerLost
 from nereus.runtime import journal as record
+from nereus.runtime.changes import PlanChanges, Transformed
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
 from nereus.runtime.figures import group_figures
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.journal import Journal
-from nereus.runtime.placement import Change, next_plan, ordinals_after, parse_changes
 from nereus.runtime.processes import Exited
 from nereus.runtime.saving import Saver
 from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, Outcome, RunFailed
-from nereus.runtime.transform import StateMoves, execute
-from nereus.transition.compile import compile_transition
-from nereus.transition.primitive import Stuck
 from nereus.transition.reshard import TensorSpec
-from nereus.transition.run import TransitionRun
 
 MAX_ATTEMPTS = 4
 """How often one group is tried before its failure ends the run."""
@@ -98,12 +90,6 @@ class Tick(Struct, frozen=True):
     """Time to look at deadlines."""
 
 
-class Transformed(Struct, frozen=True):
-    """The state moves of a transition are over: all done, or given up because of ``failure``."""
-
-    failure: str = ""
-
-
 Occurrence = Event | Exited | Interrupt | Tick | Transformed
 
 
@@ -119,15 +105,6 @@ class _Training(Struct):
     waited_s: float
     report: StepReport | None = None
     done: set[str] = msgspec.field(default_factory=set)
-
-
-class _Transition(Struct):
-    """The plan change in flight."""
-
-    target: Plan
-    moves: StateMoves
-    began: float
-    task: asyncio.Task[None] | None = None
 
 
 class Supervisor:
@@ -149,7 +126,7 @@ class Supervisor:
         observer: Observer,
     ) -> None:
         self._config = config
-        self._plan = plan
+        self._fleet = Fleet.of_plan(plan)
         self._run_id = run_id
         self._store = store
         self._origin = origin
@@ -158,7 +135,6 @@ class Supervisor:
         self._journal = journal
         self._dataset = dataset
         self._observer = observer
-        self._fleet = Fleet.of_plan(plan)
         self._order = SampleOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle)
         self._pacer = Pacer(
             groups_per_step=config.train.groups_per_step,
@@ -175,11 +151,17 @@ class Supervisor:
         self._tied: dict[str, str] = {}
         self._accepted: dict[int, GroupAccepted] = {}
         self._training: _Training | None = None
-        changes = parse_changes(config.adapt.at)
-        past = [change for change in changes if change.step <= origin.step]  # a resumed run goes back to the newest
-        self._changes = deque((*past[-1:], *changes[len(past) :]))
-        self._transition: _Transition | None = None
-        self._ordinals = ordinals_after(plan, {})
+        self._changes = PlanChanges(
+            config,
+            plan,
+            origin,
+            store=store,
+            fleet=self._fleet,
+            endpoint=endpoint,
+            launcher=launcher,
+            journal=journal,
+            observer=observer,
+        )
         about: dict[str, Any] = {
             "seed": config.run.seed,
             "rng": "sample streams are keyed by (run.seed, group, index, position); nothing else draws random numbers",
@@ -203,18 +185,17 @@ class Supervisor:
             asyncio.create_task(self._ticks(), name="ticks"),
         ]
         try:
-            self._journal.append(record.PlanCommitted(plan=self._plan, why="start"))
+            self._journal.append(record.PlanCommitted(plan=self._changes.plan, why="start"))
             for worker in self._fleet:
                 await self._launch(worker)
             while self._outcome is None:
                 await self._on(await self._next(pumps))
             return self._outcome
         finally:
-            if self._transition is not None and self._transition.task is not None:
-                pumps.append(self._transition.task)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+            await self._changes.close()
 
     async def leave(self, reason: str) -> None:
         """Ask every worker to leave, then make sure that none is left."""
@@ -321,7 +302,7 @@ class Supervisor:
         self._journal.append(
             record.WorkerJoined(worker=hello.worker, incarnation=hello.incarnation, host=hello.host, pid=hello.pid)
         )
-        await self._reply(delivery, Welcome(self._run_id, self._plan.epoch))
+        await self._reply(delivery, Welcome(self._run_id, self._changes.plan.epoch))
         self._observer.fleet(self._fleet)
         if not self._fleet.missing(at_least=State.JOINED):
             await self._assign_joined()
@@ -342,7 +323,7 @@ class Supervisor:
             trains = worker.emu.model_stage == POLICY_TRAINING
             source = str(self._origin.source if trains else self._origin.model)
             peers, version = self._fleet.peers(), self._origin.version
-            await self._send(worker.name, Assign(worker.emu, self._plan, self._store, peers, source, version))
+            await self._send(worker.name, Assign(worker.emu, self._changes.plan, self._store, peers, source, version))
 
     async def _on_ready(self, worker: Worker, ready: Ready) -> None:
         worker.state = State.READY
@@ -496,7 +477,7 @@ class Supervisor:
         """Start the next optimizer step if its batch is complete and nothing is in flight."""
         if self._training is not None or self._draining or self._step >= self._config.run.steps:
             return
-        if self._transition is not None or self._change_is_due():
+        if self._changes.running or self._changes.due(self._step):
             return
         batch = self._pacer.choose_batch(self._version)
         if isinstance(batch, Waiting):
@@ -563,126 +544,23 @@ class Supervisor:
 
     async def _go_on(self) -> None:
         """Begin the plan change that is due, as soon as its boundary is reached; otherwise train."""
-        if self._transition is not None or self._training is not None or self._draining:
+        if self._changes.running or self._training is not None or self._draining:
             return
-        if not self._change_is_due():
+        if not self._changes.due(self._step):
             await self._train()
         elif self._visible is not None and self._visible.version == self._version and not self._saver.busy:
-            await self._begin_transition(self._changes.popleft())
-
-    # Plan changes
-
-    def _change_is_due(self) -> bool:
-        return bool(self._changes) and self._changes[0].step <= self._step < self._config.run.steps
-
-    async def _begin_transition(self, change: Change) -> None:
-        """Start to move state; training waits, units that the change does not touch generate on."""
-        target = next_plan(self._plan, change.train, change.rollout, self._fleet.slots(), self._ordinals)
-        self._ordinals = ordinals_after(target, self._ordinals)
-        dag = compile_transition(self._plan, target, groups=[(POLICY_GENERATION, POLICY_TRAINING)])
-        if isinstance(dag, Stuck):
-            self._journal.append(record.TransitionEnded(epoch=target.epoch, ok=False, reason=str(dag)))
-            self._observer.note(f"the plan change after step {self._step} is impossible: {dag}")
-            return await self._go_on()
-        names = tuple(primitive.id for primitive in dag.primitives)
-        why = f"adapt.at asks for {change.train} and {change.rollout} after step {change.step}"
-        self._journal.append(record.TransitionBegun(plan=target, primitives=names, why=why))
-        self._observer.note(f"changing the plan: train {change.train}, generate {change.rollout}")
-        moves = StateMoves(
-            self._endpoint,
-            self._tensors,
-            self._tied,
-            self._origin.model,
-            dag,
-            timeout_s=self._config.adapt.timeout_s,
-        )
-        self._transition = _Transition(target, moves, self._now())
-
-        async def transform() -> None:
-            try:
-                await execute(TransitionRun(dag), moves.perform)
-            except (NereusError, TimeoutError) as error:
-                self._inbox.put_nowait(Transformed(str(error) or type(error).__name__))
-            else:
-                self._inbox.put_nowait(Transformed())
-
-        self._transition.task = asyncio.create_task(transform(), name="transition")
+            self._changes.begin(self._tensors, self._tied, self._inbox.put_nowait)
 
     async def _on_transformed(self, failure: str) -> None:
-        """Put the new plan in force, or stay with the old one."""
-        transition, self._transition = self._transition, None
-        assert transition is not None
-        vacated = [self._fleet[slot_worker(slot)] for slot in transition.moves.vacated]
-        for worker in vacated:
-            await self._give_up(worker)
-        if failure:
-            for trainer in self._fleet.of(POLICY_TRAINING):
-                await self._send(trainer.name, Abandon(failure))
-        else:
-            await self._commit(transition.target)
-        seconds = self._now() - transition.began
-        moved = transition.moves.moved_bytes
-        ended = record.TransitionEnded(
-            epoch=transition.target.epoch, ok=not failure, reason=failure, seconds=seconds, moved_bytes=moved
-        )
-        self._journal.append(ended)
-        outcome = f"was given up: {failure}" if failure else f"is done, {moved / 1e6:.1f} MB moved"
-        self._observer.note(f"the plan change {outcome} ({seconds:.2f} s)")
+        """Conclude the plan change; what rollouts that moved were doing is done elsewhere."""
+        for rollout in await self._changes.conclude(failure):
+            for ref in map(_ref, self._pacer.lost(rollout.name)):
+                reason = f"{rollout.name} moved"
+                self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=reason))
         self._progress_at = self._now()
         await self._assign_joined()
         self._observer.fleet(self._fleet)
-        if self._draining:
-            return await self._save()
-        await self._go_on()
-
-    async def _give_up(self, rollout: Worker) -> None:
-        """A rollout has given up its unit: what it was doing is done elsewhere; its slot waits for another unit."""
-        if rollout.state not in (State.READY, State.LIVE):
-            return  # it has died, and its replacement is under way
-        rollout.state, rollout.version, rollout.switching = State.JOINED, None, None
-        rollout.running.clear()
-        for ref in map(_ref, self._pacer.lost(rollout.name)):
-            self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=f"{rollout.name} moved"))
-
-    async def _commit(self, target: Plan) -> None:
-        """Put ``target`` in force everywhere, first where nobody listens to others; then here.
-
-        A worker that answers has sent all that it had to say under the old plan, so nothing of it is refused.
-        """
-        before = {trainer.name for trainer in self._fleet.of(POLICY_TRAINING)}
-        changed = self._fleet.commit(target)
-        trainers = [trainer.name for trainer in self._fleet.of(POLICY_TRAINING)]
-        untouched = [
-            rollout.name
-            for rollout in self._fleet.of(POLICY_GENERATION)
-            if rollout not in changed and rollout.state in (State.BUILDING, State.READY, State.LIVE)
-        ]
-        left = sorted(before - {*trainers})
-        message = Commit(target, self._store, self._fleet.peers())
-        for names in (untouched, trainers, [*left, RELAY, REWARD]):
-            await self._request_all(names, message)
-        self._endpoint.advance(target.epoch)
-        self._plan = target
-        self._journal.append(record.PlanCommitted(plan=target, why="transition"))
-        for worker in changed:
-            worker.state = State.READY if worker.name in trainers else State.JOINED
-
-    async def _request_all(self, workers: Sequence[str], message: Message) -> None:
-        """Make the same request of several workers at once; one that others can replace is killed if it fails."""
-        names = [name for name in workers if self._fleet[name].state is not State.GONE]
-        results = await asyncio.gather(
-            *(self._endpoint.request(name, message, timeout_s=self._config.adapt.timeout_s) for name in names),
-            return_exceptions=True,
-        )
-        for name, result in zip(names, results, strict=True):
-            if not isinstance(result, BaseException):
-                continue
-            if not isinstance(result, NereusError | TimeoutError):
-                raise result
-            if name != REWARD and self._fleet[name] not in self._fleet.of(POLICY_GENERATION):
-                raise RunFailed(f"{name} did not follow the new plan: {result}; resume with --resume")
-            log.warning("did not follow the new plan", worker=name, why=str(result))
-            self._launcher.kill(name)  # its exit brings the replacement
+        await (self._save() if self._draining else self._go_on())
 
     # Checkpoints and the end
 
@@ -737,7 +615,7 @@ class Supervisor:
         ready = all(trainer.state is State.READY for trainer in self._fleet.of(POLICY_TRAINING))
         if not ready or (self._step == 0 and self._training is None):
             self._outcome = Outcome(f"drained before the first step ({name})", finished=False)
-        elif self._training is None and self._transition is None:
+        elif self._training is None and not self._changes.running:
             await self._save()
 
     def _check_deadlines(self) -> None:
@@ -748,7 +626,7 @@ class Supervisor:
                 f"not ready after {self._config.bus.start_timeout_s:g} s: {', '.join(missing)}; "
                 "see their logs, or raise bus.start_timeout_s"
             )
-        idle = self._training is None and self._transition is None
+        idle = self._training is None and not self._changes.running
         if self._visible is not None and idle and now - self._progress_at > STALL_S:
             self._progress_at = now
             busy = {rollout.name: len(rollout.running) for rollout in self._fleet.of(POLICY_GENERATION)}

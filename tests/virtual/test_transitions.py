@@ -83,7 +83,7 @@ def test_rollouts_that_die_during_plan_changes_cost_only_their_groups(tmp_path: 
         async def kill() -> None:
             for _ in range(5):
                 await asyncio.sleep(draw.uniform(0.2, 3.0))
-                plan = world.supervisor._plan
+                plan = world.supervisor._changes.plan
                 world.kill(f"slot-{draw.choice(plan.of(POLICY_GENERATION)).slots[0]}")
 
         world.chaos = asyncio.create_task(kill())  # type: ignore[attr-defined]
