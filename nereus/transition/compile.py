@@ -11,11 +11,12 @@ and the target is reached.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereus.core.plan import ModelStage, Plan, SlotId
 from nereus.transition.diff import Merging, StageDiff, diff
@@ -41,10 +42,36 @@ MAX_STRIPES = 4
 SMALL = 24
 """So many primitives at most has a transition that is played through in several ways: the shortest wins."""
 
-MAX_VARIANTS = 6
+MAX_VARIANTS = 24
 
 _CHOICES = 256
 """So many ways to choose the copies that are dropped last are tried before one is parked."""
+
+
+class Order(enum.Enum):
+    """Which of the copies that could be made goes first."""
+
+    ARRIVAL = "as their slots become free, sources shared out evenly"
+    SPREAD = "that on most slots, with all sources that help"
+    PARTS = "those that a merge waits for"
+    PARTS_ONLY = "those that a merge waits for, and nothing else until they have started"
+
+
+class Timing(enum.Enum):
+    """When parts are merged that are all there."""
+
+    IDLE = "when nothing waits that they could send"
+    EARLY = "at once"
+    LATE = "when everything of their model-stage is under way; until then others send rather than parts"
+
+
+class Way(NamedTuple):
+    """How to play a transition through."""
+
+    order: Order = Order.ARRIVAL
+    merge: Timing = Timing.IDLE
+    lend: int | None = None
+    """The number of a model-stage of which what is left over of split units sends once before it goes."""
 
 
 def nominal_seconds(primitive: Primitive) -> float:
@@ -78,9 +105,13 @@ def compile_transition(
     if isinstance(dag, Stuck) or len(dag.primitives) > SMALL:
         return dag
     end = best.end_s
-    ways = [(kept, eager) for kept in (best.kept, *best.variants) for eager in (False, True)]
-    for kept, eager in ways[1 : MAX_VARIANTS + 1]:
-        other = _Compiler(current, target, in_groups, memory, seconds, changes, kept, eager=eager)
+    ways = [Way(order, merge) for merge in Timing for order in Order]
+    lenders = [number for number, change in enumerate(changes) if any(split.dropped for split in change.splittings)]
+    ways += [Way(order, lend=number) for number in lenders for order in (Order.ARRIVAL, Order.PARTS)]
+    tries = [(best.kept, way) for way in ways[1:]]
+    tries += [(kept, Way(order)) for kept in best.variants for order in (Order.ARRIVAL, Order.SPREAD)]
+    for kept, way in tries[:MAX_VARIANTS]:
+        other = _Compiler(current, target, in_groups, memory, seconds, changes, kept, way)
         found = other.compile()
         if isinstance(found, TransitionDag) and other.end_s < end:
             dag, end = found, other.end_s
@@ -116,6 +147,7 @@ class _Doomed(_Copy):
 class _Acquisition(_Copy):
     """A copy to be made."""
 
+    started = False
     missing = 0
     """So many blockers are still there."""
     blockers: Sequence[_Copy] = ()
@@ -272,13 +304,12 @@ class _Compiler:
         seconds: Callable[[Primitive], float],
         changes: Sequence[StageDiff],
         kept: _Numbers | None = None,
-        *,
-        eager: bool = False,
+        way: Way | None = None,
     ) -> None:
         self._current, self._target, self._groups = current, target, groups
         self._memory, self._seconds = memory, seconds
-        self._eager = eager
-        """Whether a new copy takes all sources that help it, the most spread one first, or leaves some to others."""
+        self._way = way or Way()
+        self._order = self._way.order
         self.kept = kept
         self.variants: list[_Numbers] = []
         """What else could be kept: other ways to play it through."""
@@ -451,9 +482,12 @@ class _Compiler:
         """Start what can start, model-stage by model-stage in stage order."""
         touched, self._touched = self._touched, {}
         for stage in sorted(touched, key=_stage_order):
+            if stage.merges and self._way.merge is Timing.EARLY:
+                self._merge(stage)
             if stage.ready:
                 self._extend(stage)
-            if stage.merges and (not stage.ready or stage in self._hungry):
+            waits = stage.unstarted if self._way.merge is Timing.LATE else stage.ready
+            if stage.merges and (not waits or stage in self._hungry):
                 self._merge(stage)
             if not stage.unstarted:
                 for copy in [copy for copy in stage.idle if copy.doomed]:
@@ -494,7 +528,7 @@ class _Compiler:
 
     def _splitted(self, parts: list[_Copy], index: int) -> None:
         for part in parts:
-            self._complete(part, index)
+            self._complete(part, index, parts if part.stage.order == self._way.lend and part.stage.unstarted else ())
 
     def _destroy(self, copy: _Copy) -> None:
         primitive = Destroy(self._next_id(copy.stage, "destroy"), copy.replica)
@@ -512,22 +546,32 @@ class _Compiler:
     def _extend(self, stage: _Stage) -> None:
         """Give every acquisition that has its slots idle copies of its own to copy from, as many as there are."""
         postponed: list[_Acquisition] = []
-        if self._eager:
+        held: list[_Acquisition] = []
+        if self._order is Order.SPREAD:
             stage.ready = deque(sorted(stage.ready, key=_spread))
+        elif self._order is not Order.ARRIVAL:
+            parts = [acquisition for acquisition in stage.ready if acquisition.merging]
+            held = [acquisition for acquisition in stage.ready if not acquisition.merging]
+            if self._order is Order.PARTS or all(part.started or not part.merging for part in stage.acquisitions):
+                parts, held = parts + held, []
+            stage.ready = deque(parts)
         while stage.ready and (stage.idle or stage.parked):
             acquisition = stage.ready.popleft()
             if not (self._unpark(stage, acquisition) if stage.parked else self._copy(stage, acquisition)):
                 postponed.append(acquisition)
-        stage.ready.extend(postponed)
+        stage.ready.extend(postponed + held)
         if postponed:
             self._hungry[stage] = None
         else:
             self._hungry.pop(stage, None)
 
     def _copy(self, stage: _Stage, acquisition: _Acquisition) -> bool:
-        stripes = MAX_STRIPES if self._eager else min(MAX_STRIPES, len(stage.idle) // (len(stage.ready) + 1))
+        share = MAX_STRIPES if self._order is Order.SPREAD else len(stage.idle) // (len(stage.ready) + 1)
         name, target = self._next_id(stage, "extend"), acquisition.replica
-        sources = list(itertools.islice(stage.idle, max(1, stripes)))
+        idle: Iterable[_Copy] = stage.idle
+        if self._way.merge is Timing.LATE:
+            idle = sorted(idle, key=_is_part)
+        sources = list(itertools.islice(idle, min(MAX_STRIPES, max(1, share))))
         primitive = Extend(name, tuple([source.replica for source in sources]), target)
         while len(sources) > 1:
             fewer = Extend(name, primitive.sources[:-1], target)
@@ -539,6 +583,7 @@ class _Compiler:
         if not self._start(primitive, _after(sources), acquisition.releases, self._copied, (sources, acquisition)):
             return False
         stage.unstarted -= 1
+        acquisition.started = True
         for source in sources:
             source.last_use = index
             del stage.idle[source]
@@ -557,15 +602,16 @@ class _Compiler:
         if not self._start(primitive, (parked_by,), acquisition.releases, self._complete, acquisition):
             return False
         stage.unstarted -= 1
+        acquisition.started = True
         stage.parked = None
         return True
 
-    def _complete(self, copy: _Copy, index: int) -> None:
+    def _complete(self, copy: _Copy, index: int, kept: Sequence[_Copy] = ()) -> None:
         """A copy has come into being."""
         copy.made_by = index
         if copy.merging:
             copy.merging.missing -= 1
-        self._settle(copy)
+        self._settle(copy, kept)
 
     def _merge(self, stage: _Stage) -> None:
         """Merge what is complete and not needed as a source right now."""
@@ -647,6 +693,10 @@ class _Compiler:
         hungry = [stage.name for stage in self._stages if stage in self._hungry]
         hungry += [source.stage.name for source, _ in self._waiting_splits]
         return Stuck(tuple(f"{name} waits for memory that nothing frees" for name in dict.fromkeys(hungry)))
+
+
+def _is_part(copy: _Copy) -> bool:
+    return copy.merging is not None
 
 
 def _spread(acquisition: _Acquisition) -> int:
