@@ -42,7 +42,8 @@ MAX_STRIPES = 4
 SMALL = 24
 """So many primitives at most has a transition that is played through in several ways: the shortest wins."""
 
-MAX_VARIANTS = 24
+MAX_VARIANTS = 40
+"""So many other ways are tried: with fewer, one transition in twenty is more than 5 % longer than it could be."""
 
 _CHOICES = 256
 """So many ways to choose the copies that are dropped last are tried before one is parked."""
@@ -70,8 +71,10 @@ class Way(NamedTuple):
 
     order: Order = Order.ARRIVAL
     merge: Timing = Timing.IDLE
-    lend: int | None = None
-    """The number of a model-stage of which what is left over of split units sends once before it goes."""
+    lend: ModelStage | None = None
+    """The model-stage whose copies go only when all its new ones are under way, though somebody waits for slots."""
+    lender: Replica | None = None
+    """The only copy of it that does so; by default all."""
 
 
 def nominal_seconds(primitive: Primitive) -> float:
@@ -91,12 +94,14 @@ def compile_transition(
     groups: Iterable[Sequence[ModelStage]],
     memory: Memory | None = None,
     seconds: Callable[[Primitive], float] = nominal_seconds,
+    variants: int = MAX_VARIANTS,
 ) -> TransitionDag | Stuck:
     """Return the graph of primitives from ``current`` to ``target``, or why there is none.
 
     ``groups`` are the sets of model-stages that run at the same time (``Workflow.concurrency_groups``). Both plans must
     be valid for them. Without ``memory`` only slots count and nothing is parked. ``seconds`` orders what could go in
-    several orders; the graph is right whatever it says.
+    several orders; the graph is right whatever it says. A small transition is played through in up to ``variants``
+    other ways, and the shortest wins: each costs as much time as the first; 0 where only feasibility matters.
     """
     changes = diff(current, target)
     in_groups = tuple(tuple(group) for group in groups)
@@ -104,22 +109,34 @@ def compile_transition(
     dag = best.compile()
     if isinstance(dag, Stuck) or len(dag.primitives) > SMALL:
         return dag
-    end = best.end_s
+    end = _length(dag, seconds)
     ways = [Way(order, merge) for merge in Timing for order in Order]
-    lenders = [number for number, change in enumerate(changes) if any(split.dropped for split in change.splittings)]
-    ways += [Way(order, lend=number) for number in lenders for order in (Order.ARRIVAL, Order.PARTS)]
+    for change in changes:
+        if change.extended or change.mergings:
+            going = [*change.dropped, *(part for split in change.splittings for part in split.dropped)]
+            ways += [Way(order, lend=change.model_stage) for order in (Order.ARRIVAL, Order.PARTS) if going]
+            ways += [Way(lend=change.model_stage, lender=replica) for replica in going if len(going) > 1]
     tries = [(best.kept, way) for way in ways[1:]]
     tries += [(kept, Way(order)) for kept in best.variants for order in (Order.ARRIVAL, Order.SPREAD)]
-    for kept, way in tries[:MAX_VARIANTS]:
+    for kept, way in tries[:variants]:
         other = _Compiler(current, target, in_groups, memory, seconds, changes, kept, way)
         found = other.compile()
-        if isinstance(found, TransitionDag) and other.end_s < end:
-            dag, end = found, other.end_s
+        if isinstance(found, TransitionDag) and (length := _length(found, seconds)) < end:
+            dag, end = found, length
     return dag
 
 
 _MORE_CHOICES = 16
 """So many are tried for the sake of variants."""
+
+
+def _length(dag: TransitionDag, seconds: Callable[[Primitive], float]) -> float:
+    """Return the longest path through the graph: what is played through may also wait for what no edge says."""
+    ends: list[float] = []
+    for primitive, local, resource in zip(dag.primitives, dag.local, dag.resource, strict=True):
+        start = max([ends[before] for before in (*local, *resource)], default=0.0)
+        ends.append(start + seconds(primitive))
+    return max(ends, default=0.0)
 
 
 class _Copy:
@@ -327,11 +344,6 @@ class _Compiler:
         """Model-stages that wait for memory."""
         self._touched: dict[_Stage, None] = {}
 
-    @property
-    def end_s(self) -> float:
-        """When the last primitive ends."""
-        return self._now
-
     def compile(self) -> TransitionDag | Stuck:
         missing = [stage for stage in self._stages if stage.acquisitions and not (stage.rescued or stage.dropped)]
         if missing:
@@ -347,7 +359,7 @@ class _Compiler:
             if self._running:
                 self._advance()
             elif self._unfinished():
-                if not self._park():
+                if not (self._give_way() or self._park()):
                     return self._stuck()
             else:
                 break
@@ -459,11 +471,16 @@ class _Compiler:
     def _settle(self, copy: _Copy, kept: Sequence[_Copy] = ()) -> None:
         """Let a complete copy send, or destroy it if somebody waits for its room."""
         stage = copy.stage
-        if copy.doomed and copy not in kept and (copy.blocked or self._book or not stage.unstarted):
+        wanted = copy.blocked or self._book
+        if copy.doomed and copy not in kept and (not stage.unstarted or (wanted and not self._lends(copy))):
             self._destroy(copy)
         else:
             stage.idle[copy] = None
             self._touched[stage] = None
+
+    def _lends(self, copy: _Copy) -> bool:
+        way = self._way
+        return way.lend == copy.stage.change.model_stage and way.lender in (None, copy.replica)
 
     # Playing it through
 
@@ -528,7 +545,7 @@ class _Compiler:
 
     def _splitted(self, parts: list[_Copy], index: int) -> None:
         for part in parts:
-            self._complete(part, index, parts if part.stage.order == self._way.lend and part.stage.unstarted else ())
+            self._complete(part, index)
 
     def _destroy(self, copy: _Copy) -> None:
         primitive = Destroy(self._next_id(copy.stage, "destroy"), copy.replica)
@@ -606,12 +623,12 @@ class _Compiler:
         stage.parked = None
         return True
 
-    def _complete(self, copy: _Copy, index: int, kept: Sequence[_Copy] = ()) -> None:
+    def _complete(self, copy: _Copy, index: int) -> None:
         """A copy has come into being."""
         copy.made_by = index
         if copy.merging:
             copy.merging.missing -= 1
-        self._settle(copy, kept)
+        self._settle(copy)
 
     def _merge(self, stage: _Stage) -> None:
         """Merge what is complete and not needed as a source right now."""
@@ -638,17 +655,33 @@ class _Compiler:
     def _unfinished(self) -> bool:
         return bool(self._waiting_splits) or any(stage.unstarted or stage.merges for stage in self._stages)
 
+    def _in_the_way(self) -> list[_Copy]:
+        """Return the copies that could go if they need not be kept for their model-stage."""
+        return [
+            copy
+            for stage in self._stages
+            if stage.unstarted
+            for copy in stage.idle
+            if copy.doomed and (copy.blocked or self._book)
+        ]
+
+    def _give_way(self) -> bool:
+        """Destroy a copy in somebody's way that is not the last one; return whether there was one."""
+        for copy in self._in_the_way():
+            stage = copy.stage
+            if len(stage.idle) > 1 or stage.parked:
+                del stage.idle[copy]
+                self._destroy(copy)
+                return True
+        return False
+
     def _park(self) -> bool:
         """Park the last copy, in somebody's way, that is cheapest to park; return whether one could be parked."""
         memory = self._memory
         if memory is None or not memory.host_bytes:
             return False
         found = [
-            (memory.state_bytes[stage.change.model_stage], stage.order, copy)
-            for stage in self._stages
-            if stage.unstarted
-            for copy in stage.idle
-            if copy.doomed and (copy.blocked or self._book)
+            (memory.state_bytes[copy.stage.change.model_stage], copy.stage.order, copy) for copy in self._in_the_way()
         ]
         for _, _, copy in sorted(found, key=lambda item: item[:2]):
             taken = memory.parked(copy.replica)
