@@ -136,8 +136,12 @@ class _Server:
     def _fork(self, start: Start) -> bool:
         """Fork a child; return whether this is the child."""
         pipe = os.pipe() if start.announces else None
+        server = os.getpid()
         pid = os.fork()
         if not pid:
+            die_with_parent()
+            if os.getppid() != server:  # it was killed before the kernel was asked
+                os._exit(1)
             self._leave(start, pipe)
             return True
         self._children[start.name] = pid
@@ -204,7 +208,6 @@ def main() -> NoReturn:
         server.close()
         sys.exit(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent()
     module, *arguments = start.arguments
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -72,8 +73,11 @@ def test_a_lost_server_takes_its_children_along_and_says_so(tmp_path: Path) -> N
     async def main() -> tuple[Exited, int]:
         processes = LocalProcesses(tmp_path)
         pid = await processes.start("slow", ["http.server", "--bind", "127.0.0.1", "0"])
+        watch = os.pidfd_open(pid)
         os.kill(_parent(pid), signal.SIGKILL)
         exited = await asyncio.wait_for(processes.exits.get(), LIMIT_S)
+        assert select.select([watch], [], [], LIMIT_S)[0]  # the child itself has ended
+        os.close(watch)
         with pytest.raises(NereusError, match=r"the fork server ended with code -9; see .*forkserver\.log"):
             await processes.start("again", ["http.server"])
         await processes.stop(grace_s=LIMIT_S)
