@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from nereus.actors.names import RELAY, SUPERVISOR
 from nereus.actors.wiring import Links, Wiring
-from nereus.backends.api import Receipt, StateLoan, TrainBatch, TrainerBackend
+from nereus.backends.api import TrainBatch, TrainerBackend
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
     Abandon,
@@ -53,7 +52,7 @@ from nereus.bus.messages import (
     Take,
     Train,
 )
-from nereus.bus.shared import SHARED_MEMORY
+from nereus.bus.shared import SHARED_MEMORY, make_private_file
 from nereus.core.plan import POLICY_TRAINING, SlotId
 from nereus.errors import CheckpointError, ProtocolError, TransitionError
 
@@ -161,9 +160,9 @@ class Loans:
         self._files: dict[str, Path] = {}
 
     def open(self, primitive: str) -> Path:
-        """Make an empty file that only this user can read; its name lets ``shared.sweep`` find it after a kill."""
-        path = self._folder / f"nereus-{os.getpid()}-{secrets.token_hex(16)}"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        """Make an empty file that only this user can read."""
+        path, handle = make_private_file(self._folder)
+        os.close(handle)
         self._files[primitive] = path
         return path
 
@@ -282,15 +281,11 @@ class TrainerActor:
         except TransitionError as error:
             self._loans.give_back(lend.primitive)
             return Refused(str(error))
-        return Lent(str(path), msgspec.json.encode(receipt))
+        return Lent(str(path), receipt)
 
     async def _take(self, take: Take) -> Message:
-        loans = [
-            StateLoan(loan.lender, loan.moves, Path(loan.path), msgspec.json.decode(loan.receipt, type=Receipt))
-            for loan in take.loans
-        ]
         try:
-            await self._run(lambda: self._backend.take(take.replica, take.index, loans, Path(take.model)))
+            await self._run(lambda: self._backend.take(take.replica, take.index, take.loans, Path(take.model)))
         except TransitionError as error:
             return Refused(str(error))
         return Ok()

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from nereus.bus.messages import PullFrom, StepReport
+from nereus.bus.messages import Loan, PullFrom, Receipt, StepReport
 from nereus.core.plan import Emu, Plan, PolicyVersion, SlotId
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, Piece, TensorSpec
@@ -98,28 +98,6 @@ STATE_KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 """What a trainer slot holds of each tensor that it trains: the master and both moments, all of the masters' dtype."""
 
 
-class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a slot has written into a file for others to read.
-
-    The file holds each distinct piece of the moves once, in their order, every kind of state of a piece one after the
-    other (``STATE_KINDS``), row-major and without gaps; ``checksums`` (transition/checksum.py) are in that order.
-    ``counters`` are ``step``, ``updates`` and ``self_checked``: the same on all slots of one state.
-    """
-
-    size_bytes: int
-    checksums: tuple[str, ...]
-    counters: dict[str, int]
-
-
-class StateLoan(Struct, frozen=True):
-    """A file that slot ``lender`` has written for ``moves``: all that it was asked to lend, in that order."""
-
-    lender: SlotId
-    moves: tuple[Move, ...]
-    path: Path
-    receipt: Receipt
-
-
 class TrainerBackend(Protocol):
     """One slot of a trainer EMU. Methods block; the actor calls them on its compute thread, one at a time.
 
@@ -166,7 +144,7 @@ class TrainerBackend(Protocol):
         ``TransitionError`` if the file cannot be written.
         """
 
-    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+    def take(self, replica: Replica, index: int, loans: Sequence[Loan], model: Path) -> int:
         """Hold slot number ``index`` of ``replica`` as well; return the bytes that were read.
 
         What the moves of ``loans`` bring to this slot is read and verified; the rest must be here already and is not

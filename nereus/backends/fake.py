@@ -24,15 +24,13 @@ from nereus.backends.api import (
     STATE_KINDS,
     Completion,
     Interrupt,
-    Receipt,
     SampleRequest,
-    StateLoan,
     TrainBatch,
 )
 from nereus.backends.holdings import Holdings, within
 from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.bus.endpoint import Delivery, PeerGone
-from nereus.bus.messages import Commit, Message, Ok, PullFrom, Refused, Score, Scored, StepReport
+from nereus.bus.messages import Commit, Loan, Message, Ok, PullFrom, Receipt, Refused, Score, Scored, StepReport
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
 from nereus.errors import CheckpointError, TransitionError
 from nereus.transition.checksum import piece_checksum, tensors_checksum
@@ -275,7 +273,7 @@ class FakeTrainer:
         self._count()
         return self._holdings.lend(moves, path)
 
-    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+    def take(self, replica: Replica, index: int, loans: Sequence[Loan], model: Path) -> int:
         self._count()
         return self._holdings.take(replica, index, loans, lambda: ArrayRoom(replica.layout, index))
 

@@ -24,7 +24,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from nereus.backends.api import STATE_KINDS, Receipt, StateLoan
+from nereus.backends.api import STATE_KINDS
+from nereus.bus.messages import Loan, Receipt
 from nereus.errors import TransitionError
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, Piece, box, difference, elements, intersection, remainder
@@ -164,7 +165,7 @@ class Holdings(Generic[AnyRoom]):
             raise TransitionError(f"{len(pieces)} pieces cannot be lent in {path}: {error}") from error
         return Receipt(size, tuple(checksums), self.counters)
 
-    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], make_room: Callable[[], AnyRoom]) -> int:
+    def take(self, replica: Replica, index: int, loans: Sequence[Loan], make_room: Callable[[], AnyRoom]) -> int:
         """Hold slot number ``index`` of ``replica`` as well; see ``TrainerBackend.take``."""
         if replica == self._committed:
             raise ValueError(f"this slot has the committed {replica} already")
@@ -222,7 +223,7 @@ class Holdings(Generic[AnyRoom]):
         self.commit(replica, share.room, self._counters)
         return share.room
 
-    def _agree(self, loans: Sequence[StateLoan]) -> dict[str, int]:
+    def _agree(self, loans: Sequence[Loan]) -> dict[str, int]:
         """Return the counters of the logical state that all of ``loans`` and what is held here are parts of."""
         known, where = self.counters, "this slot"
         for loan in loans:
@@ -232,7 +233,7 @@ class Holdings(Generic[AnyRoom]):
             known, where = dict(theirs), f"slot {loan.lender}"
         return known
 
-    def _receive(self, loan: StateLoan, wanted: frozenset[Piece], room: AnyRoom, parts: dict[str, list[_Part]]) -> int:
+    def _receive(self, loan: Loan, wanted: frozenset[Piece], room: AnyRoom, parts: dict[str, list[_Part]]) -> int:
         """Read ``wanted`` into the room and verify it; return the bytes read."""
         pieces = distinct(loan.moves)
         sizes = [elements(piece) * self._memory.itemsize for piece in pieces]

@@ -394,26 +394,33 @@ class Lend(_Message, frozen=True, tag=True):
     """All of them leave this slot."""
 
 
+class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a slot has written into a file for others to read.
+
+    The file holds each distinct piece of the moves once, in their order, every kind of state of a piece one after the
+    other (``backends/api.py: STATE_KINDS``), row-major and without gaps; ``checksums`` (transition/checksum.py) are in
+    that order. ``counters`` are ``step``, ``updates`` and ``self_checked``: the same on all slots of one state.
+    """
+
+    size_bytes: Count
+    checksums: tuple[Checksum, ...]
+    counters: dict[str, int]
+
+
 class Lent(_Message, frozen=True, tag=True):
-    """Reply: the pieces lie in this shared-memory file; ``receipt`` is the backend's note on what is in it."""
+    """Reply: the pieces lie in this shared-memory file."""
 
     path: Name
-    receipt: Json
-
-    def __post_init__(self) -> None:
-        _json_as_bytes(self, "receipt")
+    receipt: Receipt
 
 
 class Loan(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one slot has lent to another."""
+    """A file that slot ``lender`` has written for ``moves``: all that it was asked to lend, in that order."""
 
     lender: Count
     moves: tuple[Move, ...]
     path: Name
-    receipt: Json
-
-    def __post_init__(self) -> None:
-        _json_as_bytes(self, "receipt")
+    receipt: Receipt
 
 
 class Take(_Message, frozen=True, tag=True):

@@ -175,13 +175,11 @@ class SharedChannel:
         return segment
 
     def _new_segment(self, capacity: int) -> _Segment | None:
-        name = f"nereus-{os.getpid()}-{secrets.token_hex(16)}"
-        path = self._folder / name
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        path, handle = make_private_file(self._folder)
         try:
             # Reserves the pages: writing to a mapped file on a full tmpfs would end the process.
             os.posix_fallocate(handle, 0, capacity)
-            return _Segment(name, path, mmap.mmap(handle, capacity))
+            return _Segment(path.name, path, mmap.mmap(handle, capacity))
         except OSError:
             path.unlink()
             return None
@@ -216,6 +214,12 @@ class SharedChannel:
             os.close(handle)
         segment = self._peers[name] = _Segment(name, None, mapped)
         return segment
+
+
+def make_private_file(folder: Path) -> tuple[Path, int]:
+    """Make a file that only this user can read, under a name by which ``sweep`` finds it; return it and its handle."""
+    path = folder / f"nereus-{os.getpid()}-{secrets.token_hex(16)}"
+    return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def sweep(folder: Path = SHARED_MEMORY, *, min_age_s: float = 600.0) -> int:

@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from nereus.control.breakdown import Pricing
+from nereus.control.choose import replications
 from nereus.control.problem import Candidate, RunnerUp
-from nereus.core.plan import Emu, ModelStage, Plan, Replication, SlotId
+from nereus.core.plan import ModelStage, Plan, Replication, SlotId
 from nereus.errors import ConfigError
 
 LARGEST_BYTES = 64 << 20
@@ -131,10 +132,6 @@ def _contradictions(report: PlanReport) -> list[str]:
     if twice := report.basis.workflow.conflicts(report.plan):
         found.append(f"slot {twice[0]} belongs to two units that run at the same time")
     chosen = {one.model_stage: Replication(one.dp, one.layout) for one in report.candidates}
-    if chosen != {stage: _replication(report.plan.of(stage)) for stage in report.plan.model_stages()}:
+    if chosen != replications(report.plan):
         found.append("its candidates are not those of its plan")
     return found
-
-
-def _replication(units: tuple[Emu, ...]) -> Replication:
-    return Replication(len(units), units[0].layout)

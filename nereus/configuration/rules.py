@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from nereus.configuration import schema
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.render import setting
+from nereus.core.change import parse_changes
 from nereus.core.plan import Layout, Replication
 from nereus.errors import ConfigError
 
@@ -88,34 +89,32 @@ def _changes(job: LoadedJob) -> Iterator[ConfigError]:
     """Plan changes are written like ``20 d1t2p1 d2t1p1``, come in order, and fit the slots of the start."""
     config = job.config
     started = sum(replication(job, key).slots for key in _LAYOUT_KEYS)
-    before = 0
-    for text in filter(None, map(str.strip, config.adapt.at.split(";"))):
-        words = text.split()
-        try:
-            step, (train, rollout) = int(words[0]), map(Replication.parse, words[1:])
-        except ValueError:
-            yield job.refuse("adapt.at", f"{text!r} is not a plan change", "write STEP TRAIN ROLLOUT: 20 d1t2p1 d2t1p1")
-            return
-        if not before < step < config.run.steps:
+    try:
+        changes = parse_changes(config.adapt.at)
+    except ValueError as error:
+        yield job.refuse("adapt.at", str(error), "write STEP TRAIN ROLLOUT in the order of steps: 20 d1t2p1 d2t1p1")
+        return
+    for change in changes:
+        slots = change.train.slots + change.rollout.slots
+        if change.step >= config.run.steps:
             yield job.refuse(
                 "adapt.at",
-                f"{text!r} is not after step {before} and before the last of run.steps {config.run.steps}",
-                "write the changes in the order of their steps, from 1 on",
+                f"'{change}' is not before the last of run.steps {config.run.steps}",
+                "ask for it earlier, or run for more steps",
             )
-        if train.slots + rollout.slots > started:
+        if slots > started:
             yield job.refuse(
                 "adapt.at",
-                f"{text!r} needs {train.slots + rollout.slots} slots, but the run starts with {started}: "
+                f"'{change}' needs {slots} slots, but the run starts with {started}: "
                 f"train.layout {config.train.layout} and rollout.layout {config.rollout.layout}",
                 "use smaller layouts, or start with more replicas",
             )
-        if config.rollout.backend == "torch" and rollout.layout != Layout(1, 1):
+        if config.rollout.backend == "torch" and change.rollout.layout != Layout(1, 1):
             yield job.refuse(
                 "adapt.at",
-                f"{text!r}: the torch rollout backend runs one unit on one slot (t1p1)",
-                f"use more replicas instead: d{rollout.slots}t1p1",
+                f"'{change}': the torch rollout backend runs one unit on one slot (t1p1)",
+                f"use more replicas instead: d{change.rollout.slots}t1p1",
             )
-        before = step
 
 
 def _model(job: LoadedJob) -> Iterator[ConfigError]:
@@ -256,18 +255,3 @@ def _no_effect(job: LoadedJob) -> Iterator[ConfigError]:
                 name for name in job.provenance if schema.find(name) == schema.settings()[key] and job.is_set(name)
             )
             yield job.refuse(blamed, f"this setting has no effect because {because}", "remove it, or change the other")
-
-
-_RULES = (
-    _layouts,
-    _changes,
-    _model,
-    _precision,
-    _lengths,
-    _batches,
-    _exactness,
-    _reward,
-    _schedule,
-    _bus,
-    _no_effect,
-)

@@ -19,18 +19,19 @@ from msgspec import Struct
 
 from nereus.actors.names import RELAY, REWARD, slot_worker
 from nereus.bus.endpoint import Endpoint
-from nereus.bus.messages import Abandon, Commit
+from nereus.bus.messages import Commit
 from nereus.config import JobConfig
+from nereus.core.change import parse_changes
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
-from nereus.errors import NereusError, PeerLost
+from nereus.errors import NereusError, TransitionError
 from nereus.runtime import journal as record
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.journal import Journal
-from nereus.runtime.placement import Change, next_plan, ordinals_after, parse_changes
+from nereus.runtime.placement import next_plan, ordinals_after
 from nereus.runtime.surroundings import Launcher, Observer, Origin, RunFailed
 from nereus.runtime.transform import StateMoves, execute
 from nereus.transition.compile import compile_transition
-from nereus.transition.primitive import Stuck, TransitionDag
+from nereus.transition.primitive import Stuck
 from nereus.transition.reshard import TensorSpec
 from nereus.transition.run import TransitionRun
 
@@ -100,28 +101,32 @@ class PlanChanges:
         target = next_plan(self.plan, change.train, change.rollout, self._fleet.slots(), self._ordinals)
         self._ordinals = ordinals_after(target, self._ordinals)
         dag = compile_transition(self.plan, target, groups=[(POLICY_GENERATION, POLICY_TRAINING)])
-        self._announce(change, target, dag)
-        if isinstance(dag, Stuck):
-            ways, failure = TransitionDag(self.plan, target, (), None, (), (), ()), f"there is no way: {dag}"
-        else:
-            ways, failure = dag, ""
-        moves = StateMoves(self._endpoint, tensors, tied, self._model, ways, timeout_s=self._timeout_s)
+        primitives = () if isinstance(dag, Stuck) else dag.primitives
+        moves = StateMoves(self._endpoint, tensors, tied, self._model, primitives, timeout_s=self._timeout_s)
+        names = tuple(primitive.id for primitive in primitives)
+        why = f"adapt.at asks for {change.train} and {change.rollout} after step {change.step}"
+        self._journal.append(record.TransitionBegun(plan=target, primitives=names, why=why))
+        self._observer.note(f"changing the plan: train {change.train}, generate {change.rollout}")
 
         async def transform() -> None:
-            why = failure
+            failure = ""
             try:
-                if not why:
-                    await execute(TransitionRun(ways), moves.perform)
+                if isinstance(dag, Stuck):
+                    raise TransitionError(f"there is no way: {dag}")
+                await execute(TransitionRun(dag), moves.perform)
             except Exception as error:  # noqa: BLE001 - whatever breaks here must not leave training waiting
-                why = str(error) or type(error).__name__
-                log.warning("state moves failed", why=why, kind=type(error).__name__)
-            report(Transformed(why))
+                failure = str(error) or type(error).__name__
+                log.warning("state moves failed", why=failure, kind=type(error).__name__)
+            report(Transformed(failure))
 
         began = asyncio.get_running_loop().time()
         self._running = _Running(target, moves, began, asyncio.create_task(transform(), name="transition"))
 
     async def conclude(self, failure: str) -> list[Worker]:
-        """Put the new plan in force, or stay with the old one; return the rollouts that have given up their units."""
+        """Put the new plan in force, or stay with the old one; return the rollouts that have given up their units.
+
+        After a failure the trainers are still to be told to forget what they took.
+        """
         running, self._running = self._running, None
         assert running is not None
         vacated = [self._fleet[slot_worker(slot)] for slot in running.moves.vacated]
@@ -129,9 +134,7 @@ class PlanChanges:
         for worker in given_up:
             worker.state, worker.version, worker.switching = State.JOINED, None, None
             worker.running.clear()
-        if failure:
-            await self._abandon(failure)
-        else:
+        if not failure:
             await self._commit(running.target)
         seconds = asyncio.get_running_loop().time() - running.began
         moved = running.moves.moved_bytes
@@ -149,19 +152,6 @@ class PlanChanges:
         if self._running is not None:
             self._running.task.cancel()
             await asyncio.gather(self._running.task, return_exceptions=True)
-
-    def _announce(self, change: Change, target: Plan, dag: TransitionDag | Stuck) -> None:
-        names = () if isinstance(dag, Stuck) else tuple(primitive.id for primitive in dag.primitives)
-        why = f"adapt.at asks for {change.train} and {change.rollout} after step {change.step}"
-        self._journal.append(record.TransitionBegun(plan=target, primitives=names, why=why))
-        self._observer.note(f"changing the plan: train {change.train}, generate {change.rollout}")
-
-    async def _abandon(self, reason: str) -> None:
-        for trainer in self._fleet.of(POLICY_TRAINING):
-            try:
-                await self._endpoint.send(trainer.name, Abandon(reason))
-            except PeerLost as error:  # dealt with when its PeerGone arrives
-                log.info("not sent", worker=trainer.name, type="Abandon", why=error.why)
 
     async def _commit(self, target: Plan) -> None:
         """Put ``target`` in force everywhere, first where nobody listens to others; then here.

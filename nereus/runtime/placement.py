@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from msgspec import Struct
-
 from nereus.config import JobConfig
 from nereus.core.plan import (
     POLICY_GENERATION,
@@ -45,31 +43,6 @@ def initial_plan(config: JobConfig) -> Plan:
             Emu(POLICY_WEIGHTS, 0, Layout(), (FIRST_VIRTUAL_SLOT,)),
         ),
     )
-
-
-class Change(Struct, frozen=True):
-    """A plan change that the job asks for: after ``step`` steps, train and generate like this."""
-
-    step: int
-    train: Replication
-    rollout: Replication
-
-    @classmethod
-    def parse(cls, text: str) -> Change:
-        """Read ``20 d1t2p1 d2t1p1``; ``ValueError`` says what is expected."""
-        words = text.split()
-        if len(words) != 3 or not words[0].isdigit() or not int(words[0]):
-            raise ValueError(f"{text!r} is not a plan change; write STEP TRAIN ROLLOUT, such as 20 d1t2p1 d2t1p1")
-        return cls(int(words[0]), Replication.parse(words[1]), Replication.parse(words[2]))
-
-
-def parse_changes(text: str) -> tuple[Change, ...]:
-    """Read plan changes separated by semicolons; ``ValueError`` if a step is not later than the one before."""
-    changes = tuple(Change.parse(part) for part in text.split(";") if part.strip())
-    for one, other in itertools.pairwise(changes):
-        if one.step >= other.step:
-            raise ValueError(f"a plan change after step {other.step} cannot follow one after step {one.step}")
-    return changes
 
 
 def ordinals_after(plan: Plan, before: Mapping[ModelStage, int]) -> dict[ModelStage, int]:

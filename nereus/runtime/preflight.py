@@ -19,10 +19,10 @@ from nereus.actors.reasoning_task import PREFIX, is_task
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.load import read_document
 from nereus.configuration.rules import replication
+from nereus.core.change import parse_changes
 from nereus.core.shape import ModelShape
 from nereus.errors import ConfigError
 from nereus.runtime.dataset import open_dataset
-from nereus.runtime.placement import parse_changes
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

@@ -23,6 +23,7 @@ from nereus.algo.sampler import SampleOrder
 from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
+    Abandon,
     Assign,
     Fault,
     Grant,
@@ -355,10 +356,14 @@ class Supervisor:
             raise RunFailed(f"reward.on_failure is stop: {worker.fault}")
         if worker not in self._fleet.of(POLICY_GENERATION) and worker.name != REWARD:
             raise RunFailed(f"{worker.name} ({worker.role}) is lost: {why}; resume with --resume")
-        for ref in map(_ref, self._pacer.lost(worker.name)):
-            self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=f"{worker.name} lost"))
+        self._reissue(worker, "lost")
         await self._grant()
         self._observer.fleet(self._fleet)
+
+    def _reissue(self, rollout: Worker, why: str) -> None:
+        """Let others do what a rollout was doing."""
+        for ref in map(_ref, self._pacer.lost(rollout.name)):
+            self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=f"{rollout.name} {why}"))
 
     async def _exited(self, worker: Worker, why: str) -> None:
         """A process has ended: see to its loss, then start its replacement."""
@@ -553,10 +558,12 @@ class Supervisor:
 
     async def _on_transformed(self, failure: str) -> None:
         """Conclude the plan change; what rollouts that moved were doing is done elsewhere."""
-        for rollout in await self._changes.conclude(failure):
-            for ref in map(_ref, self._pacer.lost(rollout.name)):
-                reason = f"{rollout.name} moved"
-                self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=reason))
+        moved = await self._changes.conclude(failure)
+        if failure:
+            for trainer in self._fleet.of(POLICY_TRAINING):
+                await self._send(trainer.name, Abandon(failure))
+        for rollout in moved:
+            self._reissue(rollout, "moved")
         self._progress_at = self._now()
         await self._assign_joined()
         self._observer.fleet(self._fleet)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from nereus.actors.names import slot_worker
-from nereus.backends.api import Receipt
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Lend, Lent, Loan, Message, Return, Take, Vacate
 from nereus.core.plan import SlotId, Stage
@@ -33,7 +33,6 @@ from nereus.transition.primitive import (
     Primitive,
     Replica,
     Split,
-    TransitionDag,
     model_stage_of,
     slots_of,
 )
@@ -41,13 +40,13 @@ from nereus.transition.reshard import Move, TensorSpec, held_to_train
 from nereus.transition.run import TransitionRun
 
 
-async def execute(run: TransitionRun, perform: Callable[[Primitive], Awaitable[None]]) -> None:
+async def execute(run: TransitionRun, perform: Callable[[Primitive], Coroutine[Any, Any, None]]) -> None:
     """Perform the primitives of ``run``, each as soon as it may start; the first failure cancels the others."""
     running: dict[asyncio.Task[None], Primitive] = {}
     try:
         while not run.finished:
             for primitive in run.ready():
-                running[asyncio.create_task(_awaited(perform(primitive)), name=primitive.id)] = primitive
+                running[asyncio.create_task(perform(primitive), name=primitive.id)] = primitive
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 primitive = running.pop(task)
@@ -57,10 +56,6 @@ async def execute(run: TransitionRun, perform: Callable[[Primitive], Awaitable[N
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _awaited(performing: Awaitable[None]) -> None:
-    await performing
 
 
 def takers(primitive: Primitive) -> tuple[Replica, ...]:
@@ -89,7 +84,7 @@ class StateMoves:
         specs: Sequence[TensorSpec],
         tied: Mapping[str, str],
         model: Path,
-        dag: TransitionDag,
+        primitives: Sequence[Primitive],
         *,
         timeout_s: float,
     ) -> None:
@@ -99,7 +94,7 @@ class StateMoves:
         self._layers = 1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1)
         self._model = str(model)
         self._timeout_s = timeout_s
-        self._idle_parts = _idle_parts(dag.primitives)
+        self._idle_parts = _idle_parts(primitives)
         self.moved_bytes = 0
         """What has been lent so far: parameters and moments."""
         self.vacated: list[SlotId] = []
@@ -127,7 +122,7 @@ class StateMoves:
             for slot, answer in zip(lenders, answers, strict=True):
                 if not isinstance(answer, Lent):
                     raise TransitionError(f"{slot_worker(slot)} answered Lend with {type(answer).__name__}")
-                self.moved_bytes += msgspec.json.decode(answer.receipt, type=Receipt).size_bytes
+                self.moved_bytes += answer.receipt.size_bytes
                 loans.append(Loan(slot, tuple(by_lender[slot]), answer.path, answer.receipt))
             await self._ask_all(
                 (slot, Take(primitive.id, replica, index, self._model, _for(slot, loans)))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forking import run_slots
 
 from nereus.backends.torch.groups import connect_store, join_world, leave_group, make_group
 from nereus.errors import TransitionError
@@ -69,21 +70,7 @@ def live(folder: Path, slot: int, address: str) -> None:
 
 
 def main() -> None:
-    children = []
-    for slot in SLOTS:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                live(Path(sys.argv[1]), slot, sys.argv[2])
-                code = 0
-            finally:
-                if code:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    run_slots(SLOTS, lambda slot: live(Path(sys.argv[1]), slot, sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,21 @@ Writes ``FOLDER/<walk>-<slot>.safetensors`` and ``.json``. Prints the exit codes
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors.numpy import load_file
+from forking import run_slots
 from safetensors.torch import save_file
+from train_worker import read_batch
 
-from nereus.backends.api import STATE_KINDS, Receipt, StateLoan, TrainBatch
+from nereus.backends.api import STATE_KINDS
 from nereus.backends.torch.groups import connect_store
 from nereus.backends.torch.state import Blueprint
 from nereus.backends.torch.train import TorchTrainer
+from nereus.bus.messages import Loan, Receipt
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
 from nereus.transition.compile import compile_transition
@@ -110,18 +110,13 @@ class Slot:
                 self.read_bytes += self.trainer.take(replica, replica.slots.index(self.slot), loans, self.model)
                 self.least_bytes += moved_bytes(blueprint.tensors, wanted) * len(STATE_KINDS)
 
-    def loan(self, key: str, lender: SlotId, moves: tuple[Move, ...]) -> StateLoan:
+    def loan(self, key: str, lender: SlotId, moves: tuple[Move, ...]) -> Loan:
         file = self.file(key, lender)
         receipt = msgspec.json.decode(self.notes.get(file.name), type=Receipt)
-        return StateLoan(lender, tuple(move for move in moves if move.from_slot == lender), file, receipt)
+        return Loan(lender, tuple(move for move in moves if move.from_slot == lender), str(file), receipt)
 
     def file(self, key: str, lender: SlotId) -> Path:
         return self.folder / f"{self.walk['name']}-{key}-{lender}.state"
-
-
-def read_batch(path: Path) -> TrainBatch:
-    arrays = load_file(path)
-    return TrainBatch(step=int(arrays.pop("step")[0]), version=int(arrays.pop("version")[0]), **arrays)
 
 
 def run_slot(folder: Path, slot: SlotId, store: str) -> None:
@@ -132,21 +127,7 @@ def run_slot(folder: Path, slot: SlotId, store: str) -> None:
 def main() -> None:
     folder, slots, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    children = []
-    for slot in range(slots):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run_slot(folder, slot, store)
-                code = 0
-            finally:
-                if code:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    run_slots(range(slots), lambda slot: run_slot(folder, slot, store))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from nereus.backends.api import STATE_KINDS, Receipt, StateLoan, TrainBatch
+from nereus.backends.api import STATE_KINDS, TrainBatch
 from nereus.backends.fake import FakeTrainer, Pace
 from nereus.backends.holdings import Holdings, distinct
 from nereus.backends.torch.model import Entry
 from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
+from nereus.bus.messages import Loan, Receipt
 from nereus.config import ModelConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, Replication, SlotId
 from nereus.errors import TransitionError
@@ -119,7 +120,7 @@ class World:
         held = held_to_train(frozenset(self.blueprint.tied.values()))
         return traffic(primitive, self.blueprint.tensors, self.blueprint.layers, held=held)
 
-    def lend(self, moves: Iterable[Move]) -> list[StateLoan]:
+    def lend(self, moves: Iterable[Move]) -> list[Loan]:
         by_lender: dict[SlotId, list[Move]] = {}
         for move in moves:
             by_lender.setdefault(move.from_slot, []).append(move)
@@ -131,10 +132,10 @@ class World:
             receipt = self.slots[slot].lend(lent, path)
             self.written_bytes += receipt.size_bytes
             receipt = msgspec.json.decode(msgspec.json.encode(receipt), type=Receipt)
-            loans.append(StateLoan(slot, tuple(lent), path, receipt))
+            loans.append(Loan(slot, tuple(lent), str(path), receipt))
         return loans
 
-    def take(self, replica: Replica, index: int, loans: list[StateLoan]) -> None:
+    def take(self, replica: Replica, index: int, loans: list[Loan]) -> None:
         slot = replica.slots[index]
         mine = [loan for loan in loans if any(move.to_slot == slot for move in loan.moves)]
         holdings = self.slots.setdefault(slot, self.fresh())
@@ -158,7 +159,7 @@ class World:
                 self.least_bytes += self.lacking_bytes(sources, replica, index)
                 self.take(replica, index, loans)
         for loan in loans:
-            loan.path.unlink()
+            Path(loan.path).unlink()
 
     def lacking_bytes(self, sources: Iterable[Replica], replica: Replica, index: int) -> int:
         """Return the size of what a slot's share of ``replica`` has beyond its share of a source: the least there is to
@@ -276,7 +277,7 @@ def world(blueprints: dict[str, Blueprint], tmp_path: Path) -> World:
     return World(blueprints["llama_tied"], tmp_path, plan_of(0, T2, (0, 1)))
 
 
-def split_loans(world: World) -> list[StateLoan]:
+def split_loans(world: World) -> list[Loan]:
     return world.lend(world.moves(Split("split", PAIR, SINGLES)))
 
 
@@ -293,9 +294,9 @@ def test_a_flipped_bit_is_named_and_changes_nothing(world: World) -> None:
     pieces = distinct(loan.moves)
     number = len(pieces) // 2
     before = sum(map(elements, pieces[:number])) * 3 + elements(pieces[number])
-    content = bytearray(loan.path.read_bytes())
+    content = bytearray(Path(loan.path).read_bytes())
     content[4 * before] ^= 1  # first byte of the first moment
-    loan.path.write_bytes(content)
+    Path(loan.path).write_bytes(content)
     with pytest.raises(TransitionError, match=rf"exp_avg of {pieces[number].name} \[.*\] from slot 1 arrived with"):
         world.take(SINGLES[0], 0, loans)
     assert world.slots[0].replicas == (PAIR,)
@@ -307,10 +308,10 @@ def test_a_flipped_bit_is_named_and_changes_nothing(world: World) -> None:
 def test_a_file_that_is_short_or_gone_is_named_and_changes_nothing(world: World) -> None:
     loans = split_loans(world)
     for loan in loans:
-        loan.path.write_bytes(loan.path.read_bytes()[:-4])
+        Path(loan.path).write_bytes(Path(loan.path).read_bytes()[:-4])
     with pytest.raises(TransitionError, match=r"exp_avg_sq of .* from slot 1: the file ends before byte"):
         world.take(SINGLES[0], 0, loans)
-    loans[0].path.unlink()
+    Path(loans[0].path).unlink()
     with pytest.raises(TransitionError, match="what slot 0 has lent cannot be read"):
         world.take(SINGLES[1], 0, loans)
     intact(world)
@@ -332,7 +333,7 @@ def test_a_loan_of_something_else_is_refused(world: World) -> None:
     with pytest.raises(TransitionError, match=r"pieces cannot be lent in .*absent"):
         world.slots[0].lend(loans[0].moves, world.folder / "absent")
     with pytest.raises(ValueError, match="this slot does not hold"):
-        world.slots[0].lend(loans[1].moves, loans[1].path)
+        world.slots[0].lend(loans[1].moves, Path(loans[1].path))
     intact(world)
 
 
@@ -409,7 +410,7 @@ def fake_perform(slots: list[FakeTrainer], primitive: Primitive, folder: Path) -
         lent = tuple(move for move in moves if move.from_slot == lender)
         path = folder / f"{primitive.id.replace('/', '-')}-{lender}"
         path.touch(0o600)
-        loans.append(StateLoan(lender, lent, path, slots[lender].lend(lent, path)))
+        loans.append(Loan(lender, lent, str(path), slots[lender].lend(lent, path)))
     made = primitive.parts if isinstance(primitive, Split) else [getattr(primitive, "target", None)]
     for replica in filter(None, made):
         for index, slot in enumerate(replica.slots):

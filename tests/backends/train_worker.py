@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from forking import run_slots
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
@@ -90,21 +90,7 @@ def run_slot(folder: Path, slot: int, store: str) -> None:
 def main() -> None:
     folder, slots, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    children = []
-    for slot in range(slots):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run_slot(folder, slot, store)
-                code = 0
-            finally:
-                if code:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    run_slots(range(slots), lambda slot: run_slot(folder, slot, store))
 
 
 if __name__ == "__main__":

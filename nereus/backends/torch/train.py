@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nereus.algo.advantage import zero_std_groups
-from nereus.backends.api import Receipt, StateLoan, TrainBatch
+from nereus.backends.api import TrainBatch
 from nereus.backends.holdings import Holdings
 from nereus.backends.torch import checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
@@ -47,7 +47,7 @@ from nereus.backends.torch.optimizer import FlatAdamW, exact_dtype, learning_rat
 from nereus.backends.torch.pipeline import Pipeline
 from nereus.backends.torch.sharing import broadcast_batch
 from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
-from nereus.bus.messages import StepReport
+from nereus.bus.messages import Loan, Receipt, StepReport
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
 from nereus.errors import ConfigError, TransitionError
@@ -536,7 +536,7 @@ class TorchTrainer:
         self._count()
         return self._holdings.lend(moves, path)
 
-    def take(self, replica: Replica, index: int, loans: Sequence[StateLoan], model: Path) -> int:
+    def take(self, replica: Replica, index: int, loans: Sequence[Loan], model: Path) -> int:
         """Hold slot number ``index`` of ``replica`` as well; return the bytes that were read."""
         self._count()
         if self._blueprint is None:
