@@ -32,6 +32,8 @@ Level = Literal["info", "warning", "error"]
 _NAN = math.nan
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVENTS = 6
+_PROGRESS_S = 5.0
+"""A plan change that takes long says how it goes on this often, where lines are not redrawn."""
 _STATE_STYLES = {
     "ready": "green",
     "generating": "green",
@@ -85,6 +87,17 @@ class WorkerView(Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class TransitionView(Struct, frozen=True, kw_only=True):
+    """A plan change on its way, as it is shown."""
+
+    target: str
+    """The layouts to come (``train d1t2p1 · generate d2t1p1``)."""
+    total: int = 0
+    """Primitives; 0 while the change waits for its boundary."""
+    done: int = 0
+    running: tuple[str, ...] = ()
+
+
 class Display(Protocol):
     """What the supervisor calls. No call blocks or raises because of what is shown."""
 
@@ -96,6 +109,11 @@ class Display(Protocol):
     def workers(self, workers: Sequence[WorkerView]) -> None: ...
 
     def step(self, view: StepView) -> None: ...
+
+    def plan(self, epoch: int, layouts: str) -> None:
+        """Show which plan is in force; a plan change that was on its way is over."""
+
+    def transition(self, view: TransitionView) -> None: ...
 
     def event(self, text: str, level: Level = "info") -> None:
         """Show something that happened: a worker joined, a checkpoint was written, an alarm."""
@@ -119,6 +137,8 @@ class PlainDisplay:
         self._run = run
         self._steps = steps
         self._status = ""
+        self._moving: TransitionView | None = None
+        self._moving_told = 0.0
         self._closed = False
 
     def start(self) -> None:
@@ -134,6 +154,18 @@ class PlainDisplay:
 
     def step(self, view: StepView) -> None:
         self._line(step_line(view))
+
+    def plan(self, epoch: int, layouts: str) -> None:
+        self._moving = None
+        self._line(f"plan {epoch}: {layouts}")
+
+    def transition(self, view: TransitionView) -> None:
+        """Say when a change begins to wait and when it begins to move state, then how it goes on every few seconds."""
+        before, self._moving = self._moving, view
+        fresh = before is None or (before.target, before.total) != (view.target, view.total)
+        if fresh or time.monotonic() - self._moving_told > _PROGRESS_S:
+            self._moving_told = time.monotonic()
+            self._line(f"to {view.target}: {transition_line(view)}")
 
     def event(self, text: str, level: Level = "info") -> None:
         self._line(text if level == "info" else f"{level.upper()}: {text}")
@@ -171,6 +203,13 @@ class LiveDisplay:
     def step(self, view: StepView) -> None:
         self._page.add(view)
 
+    def plan(self, epoch: int, layouts: str) -> None:
+        self._page.plan = (epoch, layouts)
+        self._page.moving = None
+
+    def transition(self, view: TransitionView) -> None:
+        self._page.moving = view
+
     def event(self, text: str, level: Level = "info") -> None:
         self._page.happened(text, level)
 
@@ -190,6 +229,8 @@ class Page:
         self.run = run
         self.steps = steps
         self.status = "starting"
+        self.plan: tuple[int, str] | None = None
+        self.moving: TransitionView | None = None
         self.workers: tuple[WorkerView, ...] = ()
         self.last: StepView | None = None
         self.rewards: tuple[float, ...] = ()
@@ -207,7 +248,10 @@ class Page:
 
     def render(self) -> RenderableType:
         """Return the page as it stands now."""
-        parts: list[RenderableType] = [self._header(), self._figures()]
+        parts: list[RenderableType] = [self._header()]
+        if self.plan is not None or self.moving is not None:
+            parts.append(self._plans())
+        parts.append(self._figures())
         if self.workers:
             parts.append(worker_table(self.workers))
         if self.last and self.last.completion:
@@ -233,6 +277,25 @@ class Page:
         )
         return row
 
+    def _plans(self) -> RenderableType:
+        """Return the plan in force and, while one is on its way, what it will be and how far it has come."""
+        rows = Table.grid(padding=(0, 2), expand=True)
+        rows.add_column(width=24, no_wrap=True, overflow="ellipsis")
+        rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        if self.plan is not None:
+            epoch, layouts = self.plan
+            rows.add_row(Text.assemble("plan ", (str(epoch), "bold")), Text(escape(layouts), style="cyan"))
+        moving = self.moving
+        if moving is not None:
+            rows.add_row(Text("changes to", style="magenta"), Text(escape(moving.target), style="magenta"))
+            gauge: RenderableType = Text("")
+            if moving.total:
+                gauge = ProgressBar(
+                    total=moving.total, completed=moving.done, width=24, complete_style="magenta", style="grey37"
+                )
+            rows.add_row(gauge, Text(escape(transition_line(moving)), style="dim"))
+        return rows
+
     def _figures(self) -> RenderableType:
         view = self.last or StepView(step=0, steps=self.steps, version=0)
         grid = Table.grid(padding=(0, 3))
@@ -248,7 +311,7 @@ class Page:
             _figure("step", f"{number(view.step_s, 2)} s"),
             _figure("waiting", f"{number(view.wait_s, 2)} s"),
             _figure("grad norm", number(view.grad_norm, 3)),
-            _figure("version", f"{view.version}, plan {view.epoch}"),
+            _figure("version", str(view.version)),
         )
         curve = Text.assemble(
             ("reward ", "dim"), (sparkline(self.rewards, 50), "green"), ("  " + _span(self.rewards), "dim")
@@ -288,8 +351,18 @@ def step_line(view: StepView) -> str:
         f"step {view.step}/{view.steps}  reward {number(view.reward)}  length {number(view.response_length, 1)}  "
         f"staleness {number(view.staleness_mean, 2)} (max {number(view.staleness_max, 0)})  "
         f"grad {number(view.grad_norm, 3)}  {number(view.tokens_per_s, 0)} tok/s  "
-        f"{number(view.step_s, 2)} s (waited {number(view.wait_s, 2)})  v{view.version}"
+        f"{number(view.step_s, 2)} s (waited {number(view.wait_s, 2)})  v{view.version}  plan {view.epoch}"
     )
+
+
+def transition_line(view: TransitionView) -> str:
+    """Return what a plan change does now, in a few words."""
+    if not view.total:
+        return "waiting for the weight-sync point"
+    if view.done >= view.total:
+        return f"all {view.total} primitives are done, the new plan is put in force"
+    running = f", running {', '.join(view.running)}" if view.running else ""
+    return f"moving state: {view.done} of {view.total} primitives{running}"
 
 
 def summary_page(summary: Summary, paths: Sequence[tuple[str, str]] = ()) -> RenderableType:

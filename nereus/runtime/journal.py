@@ -8,11 +8,12 @@ returns, and on disk before a checkpoint or the end of the run is reported; a fa
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -80,6 +81,31 @@ class TransitionEnded(_Record, frozen=True, tag="transition_ended", kw_only=True
     seconds: float = 0.0
     moved_bytes: int = 0
     """What slots lent to others: parameters and moments."""
+
+
+class Decided(_Record, frozen=True, tag="decided", kw_only=True):
+    """The controller weighed something; ``because`` is its own sentence and ``numbers`` are what made it."""
+
+    decision: str
+    """``trigger``, a verdict (``opportunistic``, ``urgent``, ``stay``), ``widen``, ``restart``, ``failed`` or
+    ``stale``: the kinds of ``nereus.control.controller.Record``."""
+    because: str
+    numbers: Mapping[str, float | None] = {}
+    """Units are in the names; what is not finite is written as null and read as None."""
+
+
+class Compared(_Record, frozen=True, tag="compared", kw_only=True):
+    """What was predicted of the plan of ``epoch``, beside what was measured."""
+
+    epoch: int
+    what: Literal["step", "transition"]
+    """Seconds of a step under that plan, or of the way to it."""
+    predicted_s: float
+    measured_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.predicted_s) and math.isfinite(self.measured_s)):
+            raise ValueError(f"a comparison needs finite seconds, got {self.predicted_s} and {self.measured_s}")
 
 
 class Granted(_Record, frozen=True, tag="granted", kw_only=True):
@@ -169,6 +195,8 @@ Record = (
     | PlanCommitted
     | TransitionBegun
     | TransitionEnded
+    | Decided
+    | Compared
     | Granted
     | Accepted
     | Reissued

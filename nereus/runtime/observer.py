@@ -8,10 +8,13 @@ from collections.abc import Iterable
 
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
-from nereus.runtime.display import Display, StepView, WorkerView
+from nereus.core.plan import Plan
+from nereus.runtime.display import Display, StepView, TransitionView, WorkerView
 from nereus.runtime.fleet import State, Worker
 from nereus.runtime.folder import RunFolder
 from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
+from nereus.runtime.surroundings import TransitionProgress
+from nereus.runtime.timeline import summarized
 
 STATES = {
     State.STARTING: "starting",
@@ -32,12 +35,18 @@ class RunObserver:
         self._display = display
         before = read_metrics(folder.metrics)
         self._wall_before = before[-1]["wall_s"] if before else 0.0
-        self._began = asyncio.get_running_loop().time()
+        self._began = self._now()
+        self._plan: Plan | None = None
+        self._transitions = int(before[-1].get("plan/transitions", 0)) if before else 0
+        self._transition_s = 0.0
+        """Seconds of plan changes since the last step."""
+        self._moving_since = 0.0
         trackers = [lambda: TensorBoard(folder.tensorboard)] if config.track.tensorboard else []
         self._metrics = MetricsWriter(folder.metrics, trackers)
 
     def step(self, report: StepReport, metrics: dict[str, float]) -> None:
-        wall_s = self._wall_before + asyncio.get_running_loop().time() - self._began
+        wall_s = self._wall_before + self._now() - self._began
+        metrics = {**metrics, **self._plan_figures()}
         self._metrics.write(report.step + 1, report.version, wall_s, metrics)
         self._folder.write_status("running", step=report.step + 1, version=report.version + 1)
         self._display.status("training")
@@ -48,6 +57,7 @@ class RunObserver:
                 step=report.step + 1,
                 steps=self._config.run.steps,
                 version=report.version + 1,
+                epoch=self._plan.epoch if self._plan else 0,
                 reward=get("reward/mean", nan),
                 reward_std=get("reward/std", nan),
                 response_length=get("response_length/mean", nan),
@@ -86,6 +96,33 @@ class RunObserver:
 
     def note(self, text: str) -> None:
         self._display.event(text)
+
+    def plan(self, plan: Plan) -> None:
+        self._transitions += self._plan is not None and plan.epoch != self._plan.epoch
+        self._transition_s += self._now() - self._moving_since if self._moving_since else 0.0
+        self._plan, self._moving_since = plan, 0.0
+        self._display.plan(plan.epoch, summarized(plan))
+
+    def transition(self, progress: TransitionProgress) -> None:
+        if progress.total and not self._moving_since:
+            self._moving_since = self._now()
+        self._display.transition(
+            TransitionView(target=progress.target, total=progress.total, done=progress.done, running=progress.running)
+        )
+
+    def _plan_figures(self) -> dict[str, float]:
+        """Return the figures of the plan in force; what a change took is counted with the step that follows it."""
+        if self._plan is None:
+            return {}
+        taken_s, self._transition_s = self._transition_s, 0.0
+        return {
+            "plan/epoch": self._plan.epoch,
+            "plan/transitions": self._transitions,
+            "plan/transition_s": taken_s,
+        }
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     def close(self) -> None:
         self._metrics.close()

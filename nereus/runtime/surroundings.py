@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from nereus.algo.sampler import Cursor
 from nereus.bus.messages import StepReport
+from nereus.core.plan import Plan
 from nereus.errors import NereusError
 from nereus.runtime.fleet import Worker
 from nereus.runtime.processes import Exited
@@ -43,6 +44,18 @@ class Launcher(Protocol):
     async def stop(self, *, grace_s: float) -> None: ...
 
 
+class TransitionProgress(Struct, frozen=True):
+    """How far a plan change has come."""
+
+    target: str
+    """The layouts to come, in a few words (``timeline.summarized``)."""
+    total: int = 0
+    """Primitives of the transition; 0 while it has not begun and waits for the weight-sync point."""
+    done: int = 0
+    running: tuple[str, ...] = ()
+    """Ids of the primitives in flight; none when all are done: the new plan is being put in force."""
+
+
 class Observer(Protocol):
     """Whoever shows the run to people: display, metrics file, STATUS."""
 
@@ -51,6 +64,12 @@ class Observer(Protocol):
     def fleet(self, workers: Iterable[Worker]) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def plan(self, plan: Plan) -> None:
+        """``plan`` is in force (also after a change that was given up); no change is under way any more."""
+
+    def transition(self, progress: TransitionProgress) -> None:
+        """A plan change waits for its boundary, or goes on."""
 
 
 class Origin(Struct, frozen=True):

@@ -31,6 +31,7 @@ from nereus.transition.primitive import (
     Extend,
     Merge,
     Primitive,
+    PrimitiveId,
     Replica,
     Split,
     model_stage_of,
@@ -40,18 +41,33 @@ from nereus.transition.reshard import Move, TensorSpec, held_to_train
 from nereus.transition.run import TransitionRun
 
 
-async def execute(run: TransitionRun, perform: Callable[[Primitive], Coroutine[Any, Any, None]]) -> None:
-    """Perform the primitives of ``run``, each as soon as it may start; the first failure cancels the others."""
+def _unwatched(_done: int, _running: tuple[PrimitiveId, ...]) -> None:
+    """Nobody looks on."""
+
+
+async def execute(
+    run: TransitionRun,
+    perform: Callable[[Primitive], Coroutine[Any, Any, None]],
+    watch: Callable[[int, tuple[PrimitiveId, ...]], None] = _unwatched,
+) -> None:
+    """Perform the primitives of ``run``, each as soon as it may start; the first failure cancels the others.
+
+    ``watch`` is told how many are done and which are in flight whenever that has changed.
+    """
     running: dict[asyncio.Task[None], Primitive] = {}
+    count = 0
     try:
         while not run.finished:
             for primitive in run.ready():
                 running[asyncio.create_task(perform(primitive), name=primitive.id)] = primitive
+            watch(count, tuple(primitive.id for primitive in running.values()))
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 primitive = running.pop(task)
                 task.result()
                 run.done(primitive.id)
+                count += 1
+        watch(count, ())
     finally:
         for task in running:
             task.cancel()

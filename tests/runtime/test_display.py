@@ -17,6 +17,7 @@ from nereus.runtime.display import (
     Page,
     PlainDisplay,
     StepView,
+    TransitionView,
     WorkerView,
     duration,
     make_display,
@@ -94,7 +95,7 @@ def test_the_page_shows_progress_figures_workers_sample_and_events() -> None:
         "staleness 0.60 (max 1)",
         "tokens/s 4,312",
         "waiting 0.12 s",
-        "version 87, plan 1",
+        "version 87",
         "slot-0",
         "policy.generation/0 t1p1",
         "generating",
@@ -102,6 +103,46 @@ def test_the_page_shows_progress_figures_workers_sample_and_events() -> None:
         "slot-1 lost: exit code -9",
     ):
         assert part in text
+
+
+MOVING = TransitionView(
+    target="train d3t1p1 · generate d1t1p1", total=7, done=3, running=("policy.training/extend-2", NASTY)
+)
+
+
+def test_the_page_shows_the_plan_and_how_far_a_change_has_come() -> None:
+    page = Page("demo-001", 200)
+    page.plan = (1, "train d1t2p1 · generate d2t1p1")
+    text = shown(page.render())
+    assert "plan 1" in text and "train d1t2p1 · generate d2t1p1" in text and "changes to" not in text
+    page.moving = TransitionView(target=MOVING.target)
+    text = shown(page.render())
+    assert "changes to" in text and MOVING.target in text and "waiting for the weight-sync point" in text
+    page.moving = MOVING
+    text = shown(page.render(), 160)
+    assert "moving state: 3 of 7 primitives, running policy.training/extend-2, 16\\n[bold red]x[/]" in text
+    assert "\x1b" not in text
+    page.moving = TransitionView(target=MOVING.target, total=7, done=7)
+    assert "all 7 primitives are done" in shown(page.render())
+
+
+def test_a_change_is_a_few_plain_lines() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    display = make_display(console, run="demo-001", steps=200)
+    display.plan(0, "train d2t1p1 · generate d2t1p1")
+    for _ in range(3):
+        display.transition(TransitionView(target=MOVING.target))
+    for done in range(8):
+        display.transition(TransitionView(target=MOVING.target, total=7, done=done))
+    display.plan(1, MOVING.target)
+    assert isinstance(console.file, io.StringIO)
+    said = [line.split("  ", 1)[1] for line in console.file.getvalue().splitlines()]
+    assert said == [
+        "plan 0: train d2t1p1 · generate d2t1p1",
+        f"to {MOVING.target}: waiting for the weight-sync point",
+        f"to {MOVING.target}: moving state: 0 of 7 primitives",
+        f"plan 1: {MOVING.target}",
+    ]
 
 
 def test_the_page_stands_before_the_first_step() -> None:
@@ -113,6 +154,7 @@ def test_the_page_stands_before_the_first_step() -> None:
 def test_the_page_fits_its_console(width: int) -> None:
     page = Page("demo-001", 200)
     page.workers = WORKERS
+    page.plan, page.moving = (1, "train d1t2p1 · generate d2t1p1"), MOVING
     page.add(VIEW)
     page.happened("x" * 300, "info")
     assert all(len(line) <= width for line in shown(page.render(), width).splitlines())
@@ -121,6 +163,7 @@ def test_the_page_fits_its_console(width: int) -> None:
 def test_foreign_text_is_shown_literally() -> None:
     page = Page("demo-001", 200)
     page.workers = WORKERS
+    page.moving = MOVING
     page.add(VIEW)
     page.happened(NASTY, "error")
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None, legacy_windows=False)
@@ -128,7 +171,7 @@ def test_foreign_text_is_shown_literally() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "\x1b" not in text and "\x07" not in text
-    assert text.count("[bold red]x[/]") == 3 and text.count("[/nope]") >= 2
+    assert text.count("[bold red]x[/]") == 4 and text.count("[/nope]") >= 2
     assert "\\x1b[2J" in text
 
 
@@ -145,6 +188,8 @@ def run_through(display: Display) -> None:
     display.status("starting workers")
     display.status("starting workers")
     display.workers(WORKERS)
+    display.plan(0, "train d2t1p1 · generate d2t1p1")
+    display.transition(MOVING)
     display.step(VIEW)
     display.event(NASTY, "warning")
     display.close(SUMMARY, [("report", "runs/demo-001/report.html")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from nereus.runtime.journal import (
     Accepted,
     CheckpointBegun,
     CheckpointCommitted,
+    Compared,
+    Decided,
     Drain,
     Dropped,
     Entry,
@@ -50,6 +53,8 @@ ALL: tuple[Record, ...] = (
     PlanCommitted(plan=Plan(0, (Emu(POLICY_GENERATION, 0, Layout(), (0,)),)), why="start"),
     TransitionBegun(plan=Plan(1, ()), primitives=("policy.training.split.1",), why="asked for"),
     TransitionEnded(epoch=1, ok=False, reason="slot-1 refused", seconds=0.5, moved_bytes=12),
+    Decided(decision="stay", because="saves nothing", numbers={"gain_s": -0.5, "payback_steps": None}),
+    Compared(epoch=1, what="transition", predicted_s=0.25, measured_s=0.5),
     Granted(groups=(GroupRef(0, 0), GroupRef(1, 0)), owner="slot-0", version=0),
     Accepted(group=0, attempt=0, row=5, rollout="slot-0", version_first=0, version_last=0, rewards=(1.0, None, 0.25)),
     Reissued(group=1, attempt=1, reason="slot-0 lost"),
@@ -85,6 +90,16 @@ def test_every_kind_of_record_comes_back_equal(tmp_path: Path) -> None:
     assert tuple(entry.record for entry in contents.entries) == ALL
     assert [entry.seq for entry in contents.entries] == list(range(len(ALL)))
     assert contents.torn_bytes == 0
+
+
+def test_numbers_that_are_not_finite_are_read_as_not_known(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.append(Decided(decision="urgent", because="slot 3 was lost", numbers={"latency_now_s": math.inf}))
+    journal.close()
+    (entry,) = read_journal(journal.path).entries
+    assert isinstance(entry.record, Decided) and entry.record.numbers == {"latency_now_s": None}
+    with pytest.raises(ValueError, match="finite"):
+        Compared(epoch=1, what="step", predicted_s=math.inf, measured_s=1.0)
 
 
 def test_a_batch_has_one_time_and_consecutive_numbers(tmp_path: Path) -> None:

@@ -55,6 +55,23 @@ def test_primitives_run_at_once_and_after_what_they_wait_for(seed: int) -> None:
         assert spans[ids[index]][0] == max(waits, default=spans[ids[index]][0] if not waits else 0.0)
 
 
+def test_whoever_watches_is_told_of_every_start_and_end() -> None:
+    dag = dag_of(plan_of("d2t2p1", "d4t1p1"), "d1t2p2", "d2t1p1")
+    seen: list[tuple[int, tuple[str, ...]]] = []
+    started: list[str] = []
+    run = TransitionRun(dag)
+
+    async def perform(primitive: Primitive) -> None:
+        started.append(primitive.id)
+        await asyncio.sleep(len(started))
+
+    run_virtual(execute(run, perform, lambda done, running: seen.append((done, running))))
+    assert seen[-1] == (len(dag.primitives), ())
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert all(done + len(running) <= len(dag.primitives) for done, running in seen)
+    assert {name for _, running in seen for name in running} == set(started)
+
+
 def test_a_failure_cancels_the_siblings_and_starts_nothing_more() -> None:
     dag = dag_of(plan_of("d4t1p1", "d4t1p1"), "d2t2p1", "d2t1p1")
     first = [primitive.id for primitive in TransitionRun(dag).ready()]

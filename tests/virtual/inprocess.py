@@ -17,7 +17,7 @@ from nereus.actors.rollout import RolloutActor
 from nereus.actors.slot import SlotActor
 from nereus.actors.trainer import TrainerActor
 from nereus.actors.weights import Relay, WeightsActor
-from nereus.backends.fake import FakeReward, FakeRollout, FakeText, FakeTrainer, Pace
+from nereus.backends.fake import FakeCollectives, FakeReward, FakeRollout, FakeText, FakeTrainer, Pace
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.memory import MemoryBus
 from nereus.bus.messages import Hello, StepReport, Welcome
@@ -32,7 +32,7 @@ from nereus.runtime.journal import Journal
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited
 from nereus.runtime.supervisor import Supervisor
-from nereus.runtime.surroundings import Origin, Outcome
+from nereus.runtime.surroundings import Origin, Outcome, TransitionProgress
 
 SETTINGS = Settings(heartbeat_s=1.0, liveness_s=5.0)
 
@@ -55,11 +55,13 @@ class World:
         self.folder = folder
         self.pace = pace or Pace()
         self.bus = MemoryBus(SETTINGS)
-        self.plan: Plan = initial_plan(config)
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self.steps: list[tuple[StepReport, dict[str, float]]] = []
         self.notes: list[str] = []
+        self.plans: list[Plan] = []
+        self.transitions: list[TransitionProgress] = []
         self.trainers: dict[SlotId, FakeTrainer] = {}
+        self.collectives = FakeCollectives(self.pace)
         self.on_step: Callable[[int], None] = lambda step: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}
@@ -69,7 +71,7 @@ class World:
         self.checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
         self.supervisor = Supervisor(
             config,
-            self.plan,
+            initial_plan(config),
             run_id="virtual",
             store="",
             origin=origin or Origin(folder, model_files(folder)),
@@ -99,6 +101,8 @@ class World:
     def kill(self, worker: str) -> None:
         """Let a worker vanish."""
         if worker in self._tasks:
+            if (slot := slot_of(worker)) is not None:
+                self.collectives.gone(slot)
             for endpoint in self._endpoints.pop(worker, []):
                 endpoint.abort()  # type: ignore[attr-defined]
             self._tasks[worker].cancel()
@@ -140,6 +144,8 @@ class World:
     def _actor(self, worker: str, control: Endpoint, service: Endpoint) -> Actor:
         wiring = _Wiring(self, worker)
         slot = slot_of(worker)
+        if slot is not None:
+            self.collectives.joined(slot)
         if worker == RELAY:
             return WeightsActor(Relay("virtual", worker, folder=self.folder), control, service)
         if worker == REWARD:
@@ -159,6 +165,12 @@ class World:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
+
+    def transition(self, progress: TransitionProgress) -> None:
+        self.transitions.append(progress)
+
 
 class _FakeSlot(SlotActor):
     """A slot whose devices are stand-ins."""
@@ -172,7 +184,7 @@ class _FakeSlot(SlotActor):
         slot, control, wiring = self._place
         world = self._world
         if model_stage.stage is Stage.TRAINING:
-            world.trainers[slot] = FakeTrainer(world.pace)
+            world.trainers[slot] = FakeTrainer(world.pace, world.collectives)
             return TrainerActor(world.trainers[slot], slot, control, wiring)
         transcript = world.folder / "transcript.jsonl"
         return RolloutActor(FakeRollout(world.pace), FakeText(), world.config, slot, control, wiring, transcript)
