@@ -2,7 +2,7 @@
 
 Owner: one ``RolloutActor`` per rollout slot. Each granted group is one task: tokenize the prompt, draw the completions
 (the backend batches all live sequences of all groups), score them, hand the group to the collector. A finished group is
-kept until the supervisor releases it, so that a new collector can ask for it again.
+kept until the supervisor releases it, and handed over once more when there is a new collector.
 
 Invariants: a group is never handed over without a reward for each completion; nothing is sampled before the first
 weight switch; after ``Switch`` the unit says which version and checksum it serves.
@@ -11,6 +11,7 @@ weight switch; after ``Switch`` the unit says which version and checksum it serv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +28,7 @@ from nereus.bus.endpoint import Buffer, Delivery, Endpoint, PeerGone
 from nereus.bus.messages import (
     Assign,
     Commit,
+    Fault,
     Grant,
     Group,
     GroupFailed,
@@ -40,7 +42,6 @@ from nereus.bus.messages import (
     Ready,
     Refused,
     Release,
-    Resend,
     Sample,
     Score,
     Scored,
@@ -97,6 +98,7 @@ class RolloutActor:
         self._collector = ""
         self._finished: dict[int, FinishedGroup] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._handing: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
 
     async def handle(self, delivery: Delivery) -> Message | None:
@@ -108,9 +110,6 @@ class RolloutActor:
                     self._start(spec)
             case Release(groups):
                 self._release(groups)
-            case Resend(groups):
-                for group in groups:
-                    await self._hand_over(self._finished[group])
             case Switch(version):
                 await self._switch(version)
             case Peers(peers):
@@ -130,9 +129,10 @@ class RolloutActor:
         raise await self._failed.get()
 
     async def close(self) -> None:
-        for task in self._running.values():
+        tasks = (*self._running.values(), *self._handing)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._backend.close()
         await self._links.close()
 
@@ -146,21 +146,41 @@ class RolloutActor:
         await self._control.send(SUPERVISOR, Ready(assign.emu.id, perf_counter() - began))
 
     async def _commit(self, commit: Commit) -> None:
-        """Go on under the new plan, which leaves this unit as it is; the collector may be another."""
+        """Go on under the new plan, which leaves this unit as it is; a new collector gets what is not trained yet."""
+        before = self._links[self._collector]
         await self._links.update(commit.peers)
         self._links.advance(commit.plan.epoch)
         self._collector = slot_worker(commit.plan.of(POLICY_TRAINING)[0].slots[0])
+        if self._links[self._collector] is not before and self._finished:
+            task = asyncio.create_task(self._hand_all_over(), name="hand-over")
+            self._handing.add(task)
+            task.add_done_callback(self._handed)
+
+    async def _hand_all_over(self) -> None:
+        for group in tuple(self._finished.values()):
+            await self._hand_over(group)
+
+    def _handed(self, task: asyncio.Task[None]) -> None:
+        self._handing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed.put_nowait(error)
 
     async def _switch(self, version: int) -> None:
+        """Take over new weights; when the relay is lost, go on with the old ones until it is back."""
         began = perf_counter()
         link = self._links[RELAY]
-        source = await link.request(RELAY, Pull(version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+        try:
+            source = await link.request(RELAY, Pull(version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+        except PeerLost as error:
+            await self._control.send(SUPERVISOR, Fault(self._control.name, f"no new weights: {error}", fatal=False))
+            return
         if not isinstance(source, PullFrom):
             raise ProtocolError(f"{RELAY} answered Pull with {type(source).__name__}")
         try:
             interrupted = await self._backend.switch(source, interrupt=self._config.rollout.interrupt)
         finally:
-            await link.request(RELAY, PullDone(source.version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+            with contextlib.suppress(PeerLost):  # then the loan has ended with the relay
+                await link.request(RELAY, PullDone(source.version, self._control.name), timeout_s=PULL_TIMEOUT_S)
         live = WeightsLive(source.version, source.checksum, perf_counter() - began, interrupted)
         await self._control.send(SUPERVISOR, live)
 
@@ -280,7 +300,7 @@ class RolloutActor:
         return FinishedGroup(message, tuple(np.ascontiguousarray(array).data.cast("B") for array in arrays))
 
     async def _hand_over(self, group: FinishedGroup) -> None:
-        """Send one group to the collector; when the collector is lost, keep it: the supervisor will ask for it."""
+        """Send one group to the collector; when that is lost, keep the group for the next one."""
         link = self._links[self._collector]
         try:
             await link.request(self._collector, group.message, group.frames, timeout_s=HAND_OVER_TIMEOUT_S)

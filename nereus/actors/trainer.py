@@ -38,23 +38,27 @@ from nereus.bus.messages import (
     Message,
     Ok,
     Publish,
+    PublishFailed,
     PushBegin,
     PushDone,
     PushInto,
     Ready,
+    Recall,
     Refused,
     Release,
     Return,
     Save,
     Saved,
     SaveFailed,
+    Stand,
     StepDone,
+    StepFailed,
     Take,
     Train,
 )
 from nereus.bus.shared import SHARED_MEMORY, make_private_file
 from nereus.core.plan import POLICY_TRAINING, SlotId
-from nereus.errors import CheckpointError, ProtocolError, TransitionError
+from nereus.errors import CheckpointError, NereusError, ProtocolError, TransitionError
 
 Result = TypeVar("Result")
 
@@ -188,6 +192,8 @@ class TrainerActor:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._collector = Collector()
         self._assigned: Assign | None = None
+        self._apart = False
+        """Whether this slot has left its process groups, because a peer is lost or has not come."""
         self._loans = Loans()
         self._pushes: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
@@ -201,7 +207,11 @@ class TrainerActor:
             case Train() as train:
                 await self._train(train)
             case Publish(version):
-                await self._publish(version)
+                return await self._publish_again(version)
+            case Stand():
+                return await self._run(self._backend.standing)
+            case Recall(step):
+                return await self._recall(step)
             case Save() as save:
                 await self._save(save)
             case Release(groups):
@@ -216,8 +226,7 @@ class TrainerActor:
             case Abandon():
                 await self._run(self._backend.abandon)
             case Commit() as commit:
-                await self._commit(commit)
-                return Ok()
+                return await self._commit(commit)
             case other:
                 return Refused(f"a trainer does not understand {type(other).__name__}")
         return None
@@ -290,22 +299,38 @@ class TrainerActor:
             return Refused(str(error))
         return Ok()
 
-    async def _commit(self, commit: Commit) -> None:
-        """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is."""
+    async def _commit(self, commit: Commit) -> Message:
+        """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is.
+
+        Refused when a peer does not come: what this slot holds stays as it is, for the next plan.
+        """
         plan = commit.plan
         await self._links.update(commit.peers)
         self._links.advance(plan.epoch)
         units = plan.of(POLICY_TRAINING)
         emu = next(emu for emu in units if self._slot in emu.slots)
         before, self._assigned = self._assigned, Assign(emu, plan, commit.store, commit.peers)
-        if before is not None and before.plan.of(POLICY_TRAINING) == units:
-            return
+        if before is not None and before.plan.of(POLICY_TRAINING) == units and not self._apart:
+            return Ok()
 
         def rebuild() -> None:
             self._backend.assign(emu, plan, self._slot, store=commit.store)
             self._backend.adopt()
 
-        await self._run(rebuild)
+        self._apart = True
+        try:
+            await self._run(rebuild)
+        except TransitionError as error:
+            return Refused(str(error))
+        self._apart = False
+        return Ok()
+
+    async def _recall(self, step: int) -> Message:
+        try:
+            await self._run(lambda: self._backend.recall(step))
+        except ValueError as error:
+            return Refused(str(error))
+        return Ok()
 
     async def _collect(self, group: Group, delivery: Delivery) -> Message:
         try:
@@ -320,28 +345,53 @@ class TrainerActor:
         return Ok()
 
     async def _train(self, train: Train) -> None:
+        if self._apart:
+            return  # the supervisor has not heard of it yet
         batch = make_batch(train.step, train.version, self._collector.take(train.groups)) if self._lead else None
-        report = await self._run(lambda: self._backend.train(self._backend.share(batch)))
+        try:
+            report = await self._run(lambda: self._backend.train(self._backend.share(batch)))
+        except TransitionError as error:
+            self._apart = True
+            await self._control.send(SUPERVISOR, StepFailed(train.step, str(error)))
+            return
         await self._control.send(SUPERVISOR, StepDone(report, self._emu.emu.id))
-        await self._publish(train.version + 1)
+        version = train.version + 1
+        try:
+            done = await self._push(version)
+        except (NereusError, TimeoutError) as error:
+            await self._control.send(SUPERVISOR, PublishFailed(version, str(error)))
+            return
+        # Training goes on while the relay verifies.
+        task = asyncio.create_task(self._hand_over(done), name=f"push-{version}")
+        self._pushes.add(task)
+        task.add_done_callback(self._push_ended)
 
-    async def _publish(self, version: int) -> None:
-        """Write this slot's pieces into the relay's buffer, then go on while the relay verifies them."""
-        link = self._links[RELAY]
+    async def _publish_again(self, version: int) -> Message:
+        """Push the present weights at the supervisor's request; the answer says whether the relay has them."""
+        try:
+            await self._deliver(await self._push(version))
+        except (NereusError, TimeoutError) as error:
+            return Refused(str(error))
+        return Ok()
+
+    async def _push(self, version: int) -> PushDone:
+        """Write this slot's pieces into the relay's buffer; return what is to be told to the relay."""
         writer = self._control.name
-        into = await link.request(RELAY, PushBegin(version, writer), timeout_s=PUSH_TIMEOUT_S)
+        into = await self._links[RELAY].request(RELAY, PushBegin(version, writer), timeout_s=PUSH_TIMEOUT_S)
         if not isinstance(into, PushInto):
             raise ProtocolError(f"{RELAY} answered PushBegin with {type(into).__name__}")
         pieces = tuple(self._backend.publication())
         checksums = await self._run(lambda: self._backend.write(pieces, Path(into.path), into.offsets))
-        done = PushDone(version, writer, pieces, tuple(checksums))
+        return PushDone(version, writer, pieces, tuple(checksums))
 
-        async def hand_over() -> None:
-            await link.request(RELAY, done, timeout_s=PUSH_TIMEOUT_S)
+    async def _deliver(self, done: PushDone) -> None:
+        await self._links[RELAY].request(RELAY, done, timeout_s=PUSH_TIMEOUT_S)
 
-        task = asyncio.create_task(hand_over(), name=f"push-{version}")
-        self._pushes.add(task)
-        task.add_done_callback(self._push_ended)
+    async def _hand_over(self, done: PushDone) -> None:
+        try:
+            await self._deliver(done)
+        except (NereusError, TimeoutError) as error:
+            await self._control.send(SUPERVISOR, PublishFailed(done.version, str(error)))
 
     def _push_ended(self, task: asyncio.Task[None]) -> None:
         self._pushes.discard(task)

@@ -148,6 +148,11 @@ class Relay:
         if self._publication:
             self._drop("the model was announced anew")
 
+    def follow(self, writers: int) -> str | None:
+        """Let so many writers push each version from now on; return what was being written and is dropped for it."""
+        self.writers = writers
+        return self._drop("the plan has changed") if self._publication else None
+
     # Writers
 
     def begin_push(self, version: PolicyVersion, writer: str) -> PushInto | Refused | Busy:
@@ -447,7 +452,8 @@ class WeightsActor:
         self._control.advance(plan.epoch)
         self._service.advance(plan.epoch)
         async with self._lock:
-            self.relay.writers = sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING))
+            self.relay.follow(sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING)))
+            self._freed.notify_all()
 
     async def _configure(self, message: Manifest) -> Message:
         async with self._lock:

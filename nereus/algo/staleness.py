@@ -85,7 +85,7 @@ class Pacer:
         self._waiting: list[GroupAttempt] = []
         self._running: dict[int, _Running] = {}
         self._accepted: dict[int, _Accepted] = {}
-        self._training: dict[int, tuple[GroupAttempt, ...]] = {}
+        self._training: dict[int, dict[int, _Accepted]] = {}
 
     # Looking
 
@@ -190,17 +190,29 @@ class Pacer:
             if sum(n for d, n in due.items() if d <= deadline) > self._capacity(deadline) - self.groups_per_step:
                 urgent = [group for group, run in self._running.items() if self._deadline(run.version) <= deadline]
                 return self._waiting_for(urgent, f"groups in flight must be trained by version {deadline}")
-        chosen = tuple(GroupAttempt(group, self._accepted.pop(group).attempt) for group in sorted(batch))
-        self._training[version] = chosen
+        chosen = self._training[version] = {group: self._accepted.pop(group) for group in sorted(batch)}
         self.version += 1
-        return chosen
+        return tuple(GroupAttempt(group, held.attempt) for group, held in chosen.items())
 
     def trained(self, version: int) -> Cursor:
         """Note that the step on ``version`` is applied; return the cursor, which now covers its groups."""
         if version not in self._training:
             raise ValueError(f"no batch was chosen for version {version}, or it is trained already")
-        self.cursor = self.cursor.advance(group for group, _ in self._training.pop(version))
+        self.cursor = self.cursor.advance(self._training.pop(version))
         return self.cursor
+
+    def undo(self, version: int) -> None:
+        """Take back the batch of ``version``: its step came to nothing and will be chosen anew."""
+        if version not in self._training or version + 1 != self.version:
+            raise ValueError(f"version {version} is not being trained")
+        self._accepted |= self._training.pop(version)
+        self.version = version
+
+    def reopen(self, group: int, owner: str) -> GroupAttempt:
+        """Note that the collector has lost an accepted group, which ``owner`` still keeps: it runs until it is back."""
+        held = self._accepted.pop(group)
+        self._running[group] = _Running(held.attempt, owner, held.version)
+        return GroupAttempt(group, held.attempt)
 
     # The schedule
 

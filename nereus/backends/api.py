@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from nereus.bus.messages import Loan, PullFrom, Receipt, StepReport
+from nereus.bus.messages import Loan, PullFrom, Receipt, Standing, StepReport
 from nereus.core.plan import Emu, Plan, PolicyVersion, SlotId
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, Piece, TensorSpec
@@ -122,7 +122,19 @@ class TrainerBackend(Protocol):
         """Broadcast the batch from the lead slot (the first slot of the first unit) to all trainer slots."""
 
     def train(self, batch: TrainBatch) -> StepReport:
-        """Advantages, packing, forward, backward, gradient sum over replicas, clipping, optimizer step."""
+        """Advantages, packing, forward, backward, gradient sum over replicas, clipping, optimizer step.
+
+        ``TransitionError`` if a peer is lost. No slot applies the step's last update before every slot has it ready.
+        """
+
+    def standing(self) -> Standing:
+        """Return how far this slot has come, and of which replicas it holds a share."""
+
+    def recall(self, step: int) -> None:
+        """Let ``step`` be the next one, after a step that failed: apply the update that is ready, or forget it.
+
+        ``ValueError`` if the slot can come to ``step`` neither way.
+        """
 
     def publication(self) -> Sequence[Piece]:
         """The pieces this slot pushes at a weight sync: each piece of the model is pushed by exactly one slot, the work

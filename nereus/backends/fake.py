@@ -30,7 +30,19 @@ from nereus.backends.api import (
 from nereus.backends.holdings import Holdings, within
 from nereus.backends.manifest import MANIFEST, SlotFile, StoredPiece, read_manifest
 from nereus.bus.endpoint import Delivery, PeerGone
-from nereus.bus.messages import Commit, Loan, Message, Ok, PullFrom, Receipt, Refused, Score, Scored, StepReport
+from nereus.bus.messages import (
+    Commit,
+    Loan,
+    Message,
+    Ok,
+    PullFrom,
+    Receipt,
+    Refused,
+    Score,
+    Scored,
+    Standing,
+    StepReport,
+)
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
 from nereus.errors import CheckpointError, TransitionError
 from nereus.transition.checksum import piece_checksum, tensors_checksum
@@ -52,6 +64,8 @@ class Pace(Struct, frozen=True):
 
     token_s: float = 0.01
     train_s: float = 0.5
+    agree_s: float = 0.005
+    """Between one slot's learning that a step is complete and the next one's."""
     switch_s: float = 0.02
     longest_tokens: int = 32
 
@@ -189,11 +203,74 @@ class ArrayRoom:
         return self.pieces[name].start, self.pieces[name].stop
 
 
-class FakeTrainer:
-    """A ``TrainerBackend`` whose policy counts its updates; its state is small and real, so moves can be checked."""
+class FakeCollectives:
+    """The process groups of all trainer slots: a step needs everybody, and a death breaks it for the others.
+
+    As in reality, nobody applies a step's update before everybody has it ready, and those that have not applied it when
+    a member dies find that out a little later.
+    """
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
+        self._steps: dict[tuple[int, int], dict[SlotId, tuple[FakeTrainer, asyncio.Future[StepReport]]]] = {}
+        self._dead: set[SlotId] = set()
+
+    def joined(self, slot: SlotId) -> None:
+        self._dead.discard(slot)
+
+    def gone(self, slot: SlotId) -> None:
+        """Break the steps that ``slot`` is in or was expected in."""
+        self._dead.add(slot)
+        for key, waiting in self._steps.items():
+            if any(slot in trainer.members for trainer, _ in waiting.values()):
+                self._break(key, slot)
+
+    def step(self, trainer: FakeTrainer, report: StepReport) -> asyncio.Future[StepReport]:
+        """Enter a step; the future ends when the update is applied, or with ``TransitionError``."""
+        loop = asyncio.get_running_loop()
+        key = (trainer.epoch, report.step)
+        waiting = self._steps.setdefault(key, {})
+        future: asyncio.Future[StepReport] = loop.create_future()
+        waiting[trainer.slot] = (trainer, future)
+        dead = self._dead & set(trainer.members)
+        if dead:
+            self._break(key, min(dead))
+        elif len(waiting) == len(trainer.members):
+            loop.call_later(self._pace.train_s, self._agree, key)
+        return future
+
+    def _agree(self, key: tuple[int, int]) -> None:
+        """Everybody has the update ready; one after the other learns it."""
+        loop = asyncio.get_running_loop()
+        for position, slot in enumerate(sorted(self._steps[key])):
+            trainer, future = self._steps[key][slot]
+            if not future.done():
+                trainer.ready = True
+                loop.call_later(self._pace.agree_s * (1 + position), self._apply, key, slot)
+
+    def _apply(self, key: tuple[int, int], slot: SlotId) -> None:
+        trainer, future = self._steps[key][slot]
+        if not future.done():
+            trainer.apply()
+            future.set_result(StepReport(key[1], key[1], self._pace.train_s, trainer.tokens, trainer.metrics))
+
+    def _break(self, key: tuple[int, int], slot: SlotId) -> None:
+        for member, (_, future) in self._steps[key].items():
+            if not future.done() and member != slot:
+                future.set_exception(TransitionError(f"step {key[1]} lost slot {slot}"))
+
+
+class FakeTrainer:
+    """A ``TrainerBackend`` whose policy counts its updates; its state is small and real, so moves can be checked."""
+
+    def __init__(self, pace: Pace, collectives: FakeCollectives | None = None) -> None:
+        self._pace = pace
+        self._collectives = collectives
+        self.members: tuple[SlotId, ...] = ()
+        self.epoch = 0
+        self.ready = False
+        self.tokens = 0
+        self.metrics: dict[str, float] = {}
         self._step = 0
         self._value = 0
         self._pieces: tuple[Piece, ...] = ()
@@ -205,6 +282,7 @@ class FakeTrainer:
     def assign(self, emu: Emu, plan: Plan, slot: SlotId, *, store: str) -> None:
         units = plan.of(POLICY_TRAINING)
         self._slot, self._emu = slot, emu
+        self.members, self.epoch = tuple(slot for unit in units for slot in unit.slots), plan.epoch
         self._pieces = publication(SPECS, LAYERS, emu.layout, emu.slots.index(slot), units.index(emu), len(units))
 
     def load(self, source: Path) -> int:
@@ -237,12 +315,36 @@ class FakeTrainer:
         return TrainBatch(self._step, self._step, ints, ints, ints, none, ints, none.astype(np.float32), ints)
 
     def train(self, batch: TrainBatch) -> StepReport:
+        """Make a step; together with others it takes (virtual) time, and a future stands for the report."""
+        self.metrics = {"reward/mean": float(np.nanmean(batch.rewards)), "loss": 0.0} if len(batch.rewards) else {}
+        self.tokens = int(batch.lengths.sum() + batch.prompt_lengths.sum())
+        self.ready = False
+        report = StepReport(batch.step, batch.version, self._pace.train_s, self.tokens, self.metrics)
+        if self._collectives is not None:
+            return self._collectives.step(self, report)  # type: ignore[return-value]
+        self.apply()
+        return report
+
+    def apply(self) -> None:
+        """Apply the update of the present step."""
         self._share.add(1.0)
         self._value += 1
-        self._step = batch.step + 1
-        metrics = {"reward/mean": float(np.nanmean(batch.rewards)), "loss": 0.0} if len(batch.rewards) else {}
-        tokens = int(batch.lengths.sum() + batch.prompt_lengths.sum())
-        return StepReport(batch.step, batch.version, self._pace.train_s, tokens, metrics)
+        self._step += 1
+        self.ready = False
+
+    def standing(self) -> Standing:
+        return Standing(self._step, self.ready, False, self._holdings.replicas)
+
+    def recall(self, step: int) -> None:
+        if self.ready and step == self._step + 1:
+            self.apply()
+        elif step != self._step:
+            raise ValueError(f"this slot stands before step {self._step} and cannot come to step {step}")
+        self.ready = False
+
+    @property
+    def slot(self) -> SlotId:
+        return self._slot
 
     def publication(self) -> Sequence[Piece]:
         return self._pieces

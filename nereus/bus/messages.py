@@ -168,12 +168,6 @@ class Release(_Message, frozen=True, tag=True):
     groups: tuple[Count, ...]
 
 
-class Resend(_Message, frozen=True, tag=True):
-    """Supervisor -> rollout: send these finished groups again, to the current collector."""
-
-    groups: tuple[Count, ...]
-
-
 class Sample(Struct, frozen=True, forbid_unknown_fields=True):
     """One completion, without its tokens."""
 
@@ -292,6 +286,36 @@ class StepDone(_Message, frozen=True, tag=True):
     emu: Name
 
 
+class StepFailed(_Message, frozen=True, tag=True):
+    """Trainer slot -> supervisor: the step came to nothing here; the slot has left its process groups and waits."""
+
+    step: Count
+    reason: Text
+
+
+class Stand(_Message, frozen=True, tag=True):
+    """Supervisor -> trainer slot, after a loss: how far have you come? The answer is ``Standing``."""
+
+
+class Standing(_Message, frozen=True, tag=True):
+    """Reply: the state of this slot between steps, or in one that failed."""
+
+    step: Count
+    """The step that comes next."""
+    ready: bool
+    """The update of that step is complete and could still be applied or forgotten."""
+    torn: bool
+    """Some updates of that step are applied and cannot be taken back."""
+    replicas: tuple[Replica, ...]
+    """What it holds a share of."""
+
+
+class Recall(_Message, frozen=True, tag=True):
+    """Supervisor -> trainer slot: let ``step`` be the next, with the update that is ready or without."""
+
+    step: Count
+
+
 # Weight synchronization
 
 
@@ -303,9 +327,16 @@ class Manifest(_Message, frozen=True, tag=True):
 
 
 class Publish(_Message, frozen=True, tag=True):
-    """Supervisor -> every trainer slot: push the present weights as ``version`` (after a start or a resume)."""
+    """Supervisor -> every trainer slot: push the present weights as ``version``; answered when they are written."""
 
     version: Count
+
+
+class PublishFailed(_Message, frozen=True, tag=True):
+    """Trainer slot -> supervisor: this slot's pieces of ``version`` did not get through."""
+
+    version: Count
+    reason: Text
 
 
 class PushBegin(_Message, frozen=True, tag=True):
@@ -499,7 +530,6 @@ Message = (
     | Peers
     | Grant
     | Release
-    | Resend
     | Group
     | GroupAccepted
     | GroupFailed
@@ -507,6 +537,11 @@ Message = (
     | Scored
     | Train
     | StepDone
+    | StepFailed
+    | Stand
+    | Standing
+    | Recall
+    | PublishFailed
     | Manifest
     | Publish
     | PushBegin

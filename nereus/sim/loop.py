@@ -54,13 +54,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Call ``func`` now, because threads would bring real time in, and deliver its result in due time."""
+        """Call ``func`` now, because threads would bring real time in, and deliver its result in due time.
+
+        A stand-in for work that waits for other processes returns a future, which is awaited in its place.
+        """
         future: asyncio.Future[Result] = self.create_future()
         try:
             result = func(*args)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the work
             future.set_exception(error)
             return future
+        if isinstance(result, asyncio.Future):
+            return result
 
         def deliver() -> None:
             if not future.done():

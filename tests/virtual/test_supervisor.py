@@ -201,7 +201,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
     config = _config(tmp_path, steps=500)
 
     def interrupt(world: World) -> None:
-        for after_s in (4.0, 4.1):
+        for after_s in (4.2, 4.25):
             asyncio.get_running_loop().call_later(after_s, world.supervisor.interrupt, "SIGINT")
 
     with pytest.raises(RunFailed, match="second SIGINT"):

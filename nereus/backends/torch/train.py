@@ -22,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 import torch
@@ -47,7 +48,7 @@ from nereus.backends.torch.optimizer import FlatAdamW, exact_dtype, learning_rat
 from nereus.backends.torch.pipeline import Pipeline
 from nereus.backends.torch.sharing import broadcast_batch
 from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
-from nereus.bus.messages import Loan, Receipt, StepReport
+from nereus.bus.messages import Loan, Receipt, Standing, StepReport
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
 from nereus.errors import ConfigError, TransitionError
@@ -99,6 +100,17 @@ class _Share:
     pipeline: Pipeline
 
 
+@dataclass(frozen=True)
+class _Update:
+    """An optimizer update that is ready to be applied, or skipped on every slot alike."""
+
+    step: int
+    rate: float
+    scale: float
+    skipped: bool
+    self_checked: bool
+
+
 class _Totals:
     """What the micro-batches of a step add up to on this slot."""
 
@@ -128,6 +140,8 @@ class TorchTrainer:
         self._share_of_reference: _Share | None = None
         self._step = 0
         self._self_checked = False
+        self._ready: _Update | None = None
+        self._torn = False
         self._seconds = dict.fromkeys(_CLOCKS, 0.0)
 
     # Placement
@@ -315,30 +329,65 @@ class TorchTrainer:
     def train(self, batch: TrainBatch) -> StepReport:
         """Make one training step: ``train.minibatches`` optimizer updates from the samples of ``batch``.
 
-        ``TransitionError`` if a peer is lost; this slot's groups are broken then and have been left.
+        The last collective of the step is the agreement to apply its last update: no slot gets past it before every
+        slot has come to it with the update ready, and after it nothing can fail. ``TransitionError`` if a peer is lost;
+        this slot's groups are broken then and have been left, and ``standing`` tells how far it has come.
         """
         began = perf_counter()
         check_batch(batch, self._known.vocabulary)
-        place, optimizer = self._placed, self._policy_optimizer
+        place = self._placed
+        self._ready = None
         with self._bounded(f"step {batch.step}"):
             cuts = cut(batch, self._train, place.replication, place.replica, self._device, self._dtype)
             with self._timed("forward_backward"):
                 self._score(cuts)
             totals = _Totals()
-            norms, rate, skipped = [], 0.0, False
+            norms: list[float] = []
+            update: _Update | None = None
             for number in cuts:
+                if update is not None:
+                    self._torn = True  # until the last update is applied, the state is that of no step
+                    self._apply(update)
                 self._backward(number.blocks, totals)
-                norm = self._reduce()
-                rate = learning_rate(self._train, optimizer.updates, self._config.run.steps * self._train.minibatches)
-                norms.append(norm)
-                if math.isfinite(norm):
-                    with self._timed("optimizer"):
-                        optimizer.step(rate, min(1.0, self._train.max_grad_norm / (norm + 1e-6)))
-                else:
-                    skipped = True
-            report = self._report(batch, cuts, totals, norms, rate, skipped, began)
-            self._step = batch.step + 1
-            return report
+                norms.append(self._reduce())
+                update = self._prepare(batch, norms[-1])
+            assert update is not None, "a step has at least one update"
+            self._ready = update
+            report = self._report(batch, cuts, totals, norms, update, began)
+            self._finish(update)
+            return msgspec.structs.replace(report, seconds=perf_counter() - began)
+
+    def standing(self) -> Standing:
+        """Return how far this slot has come, and of which replicas it holds a share."""
+        return Standing(self._step, self._ready is not None, self._torn, self._holdings.replicas)
+
+    def recall(self, step: int) -> None:
+        """Let ``step`` be the next: apply the update that is ready, or forget it."""
+        if self._ready is not None and step == self._ready.step + 1:
+            self._finish(self._ready)
+        elif self._torn or step != self._step:
+            torn = ", some updates of which are applied," if self._torn else ""
+            raise ValueError(f"this slot stands before step {self._step}{torn} and cannot come to step {step}")
+        self._ready = None
+
+    def _prepare(self, batch: TrainBatch, norm: float) -> _Update:
+        """Return the update with the gradient at hand, whose norm is the same on every slot."""
+        updates = self._policy_optimizer.updates
+        rate = learning_rate(self._train, updates, self._config.run.steps * self._train.minibatches)
+        scale = min(1.0, self._train.max_grad_norm / (norm + 1e-6))
+        return _Update(batch.step, rate, scale, not math.isfinite(norm), self._self_checked or _on_policy(batch))
+
+    def _apply(self, update: _Update) -> None:
+        if not update.skipped:
+            with self._timed("optimizer"):
+                self._policy_optimizer.step(update.rate, update.scale)
+
+    def _finish(self, update: _Update) -> None:
+        """Apply the last update of a step."""
+        self._apply(update)
+        self._step = update.step + 1
+        self._self_checked = update.self_checked
+        self._ready, self._torn = None, False
 
     def _score(self, cuts: list[Cut]) -> None:
         """Add reference and, where the policy changes within the step, proximal log-probabilities to the blocks."""
@@ -437,11 +486,12 @@ class TorchTrainer:
         cuts: list[Cut],
         totals: _Totals,
         norms: list[float],
-        rate: float,
-        skipped: bool,
+        last: _Update,
         began: float,
     ) -> StepReport:
+        """Sum up the step over all slots; the optimizer's time is that of the last step."""
         place = self._placed
+        skipped = not all(map(math.isfinite, norms))
         counts = place.pp_rank == place.emu.layout.pp - 1 and place.tp_rank == 0
         sums = torch.cat((totals.loss[None], totals.sums)) * counts
         clocks = [self._seconds[name] for name in _CLOCKS]
@@ -456,7 +506,7 @@ class TorchTrainer:
         metrics = {
             "loss": loss / len(cuts),
             "optim/grad_norm": math.nan if skipped else sum(norms) / len(norms),
-            "optim/lr": rate,
+            "optim/lr": last.rate,
             "perf/tokens_per_s": fed / max(seconds, 1e-9),
             **{f"timing_s/{name}": clock for name, clock in zip(_CLOCKS, clocks, strict=True)},
             **_batch_metrics(batch),
@@ -471,9 +521,8 @@ class TorchTrainer:
 
     def _self_check(self, batch: TrainBatch, log_ratio: float, distance: float) -> dict[str, float]:
         """On the first step that is all on-policy, compare the trainer's log-probabilities with the sampler's."""
-        if self._self_checked or (batch.versions != batch.version).any():
+        if self._self_checked or not _on_policy(batch):
             return {}
-        self._self_checked = True
         error = max(math.expm1(min(log_ratio, 700.0)), -math.expm1(-distance))
         if error > RATIO_TOLERANCE:
             rollout = self._config.rollout
@@ -589,7 +638,7 @@ class TorchTrainer:
 
     def _forget(self) -> None:
         """Let go of all that computes with the state, and of the gradient."""
-        self._share_of_policy = self._share_of_reference = self._optimizer = self._room = None
+        self._share_of_policy = self._share_of_reference = self._optimizer = self._room = self._ready = None
         gc.collect()  # the model's modules may refer to each other
 
     def close(self) -> None:
@@ -656,6 +705,11 @@ def _write_box(shared: mmap.mmap, offset: int, shape: tuple[int, ...], piece: Pi
     whole = np.ndarray(shape, local.dtype, shared, offset)
     whole[tuple(slice(low, high) for low, high in zip(piece.start, piece.stop, strict=True))] = local
     del whole  # the map cannot be closed while an array looks into it
+
+
+def _on_policy(batch: TrainBatch) -> bool:
+    """Say whether the policy that trains has sampled all of the batch."""
+    return bool(len(batch.versions) and (batch.versions == batch.version).all())
 
 
 def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
