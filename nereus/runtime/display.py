@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nereus.core.units import format_bytes
 from nereus.runtime.logs import escape
 from nereus.runtime.summary import Summary, finite
 
@@ -401,9 +402,18 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("staleness", f"mean {number(summary.staleness_mean, 2)}, max {number(summary.staleness_max, 0)} versions"),
         ("workers lost", f"{summary.lost}" + (f", {summary.reissued} groups issued again" if summary.reissued else "")),
     ]
+    if summary.changes or summary.given_up:
+        rows.append(("plan changes", _plan_changes(summary)))
     if summary.attempts > 1:
         rows.append(("attempts", str(summary.attempts)))
     return rows
+
+
+def _plan_changes(summary: Summary) -> str:
+    share = f" ({summary.changes_s / summary.wall_s:.1%} of the time)" if summary.wall_s > 0 else ""
+    given_up = f"; {summary.given_up} more given up" if summary.given_up else ""
+    moved = format_bytes(summary.moved_bytes)
+    return f"{summary.changes} in {duration(summary.changes_s)}{share}, {moved} of state moved{given_up}"
 
 
 def _signed(summary: Summary) -> str:

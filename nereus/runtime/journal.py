@@ -327,6 +327,12 @@ class Progress(Struct):
     """Worker -> policy version it serves."""
     committed: dict[int, str] = {}
     """Step -> folder of its checkpoint, as committed."""
+    changes: int = 0
+    """Plan changes that came into force, and what all of them together took and moved."""
+    changes_s: float = 0.0
+    moved_bytes: int = 0
+    given_up: int = 0
+    """Plan changes that were not carried out to their end."""
     lost: int = 0
     """Workers that left without being asked to."""
     reissued: int = 0
@@ -358,6 +364,11 @@ def _apply(progress: Progress, record: Record) -> None:
         case WorkerGone(worker=worker, expected=expected):
             progress.live.pop(worker, None)
             progress.lost += not expected
+        case TransitionEnded(ok=ok, seconds=seconds, moved_bytes=moved_bytes):
+            progress.changes += ok
+            progress.given_up += not ok
+            progress.changes_s += seconds
+            progress.moved_bytes += moved_bytes
         case Granted(groups=groups, owner=owner):
             for ref in groups:
                 progress.outstanding[ref.group] = owner

@@ -44,6 +44,12 @@ class Summary(Struct, frozen=True, kw_only=True):
     lost: int = 0
     """Workers that were lost (and replaced)."""
     reissued: int = 0
+    changes: int = 0
+    """Plan changes that came into force."""
+    changes_s: float = 0.0
+    """What plan changes took together, those given up included."""
+    moved_bytes: int = 0
+    given_up: int = 0
     time_split_s: dict[str, float] = {}
     """Mean seconds of a step by part of the training side, largest first."""
     step_s: float = math.nan
@@ -73,6 +79,10 @@ def summarize(
         staleness_max=max(finite(column(rows, "staleness/max")), default=math.nan),
         lost=progress.lost,
         reissued=progress.reissued,
+        changes=progress.changes,
+        changes_s=progress.changes_s,
+        moved_bytes=progress.moved_bytes,
+        given_up=progress.given_up,
         time_split_s=time_split(rows),
         step_s=mean(column(rows, "timing_s/step")),
     )

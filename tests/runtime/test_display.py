@@ -67,6 +67,10 @@ SUMMARY = Summary(
     staleness_max=1,
     lost=1,
     reissued=3,
+    changes=3,
+    changes_s=7.16,
+    moved_bytes=3_198_720,
+    given_up=1,
     time_split_s={"forward_backward": 0.48, "wait_for_batch": 0.12},
     step_s=0.6,
 )
@@ -234,6 +238,7 @@ def test_the_summary_says_what_was_reached_and_where_the_time_went() -> None:
     text = shown(summary_page(SUMMARY, [("folder", "runs/demo-001")]))
     for part in ("0.310 → 0.870", "+0.560", "200 in 2 min 23 s", "412,345", "max 1", "1, 3 groups", "80%", "20%"):
         assert part in text
+    assert "3 in 7.2 s (5.0% of the time), 3.2 MB of state moved; 1 more given up" in text
 
 
 def test_the_summary_of_nothing_has_dashes() -> None:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from stories import Story
 
 from nereus.bus.messages import GroupRef
+from nereus.runtime.curves import plots
 from nereus.runtime.folder import RunFolder, State
-from nereus.runtime.journal import Journal, Progress, Reissued, RunStarted, Trained, WorkerGone
+from nereus.runtime.journal import Compared, Journal, Progress, Reissued, RunStarted, Trained, WorkerGone
 from nereus.runtime.metrics import MetricsWriter
-from nereus.runtime.report import plots, read_samples, write_report
+from nereus.runtime.report import read_samples, write_report
 from nereus.runtime.summary import summarize, time_parts, time_split
 
 NASTY = "<script>alert(1)</script>\n\x1b[2J & \u202e"
@@ -131,6 +133,30 @@ def test_samples_are_found_in_folders_too_and_sorted_by_step(tmp_path: Path) -> 
     for name, step in (("step_10/a.jsonl", 10), ("step_2.jsonl", 2)):
         (tmp_path / name).write_text(json.dumps({"step": step, "prompt": "p", "completion": "c"}) + "\n")
     assert [sample.step for sample in read_samples(tmp_path)] == [2, 10]
+
+
+def test_plan_changes_are_drawn_and_listed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    story = Story().starts("d2t1p1", "d1t1p1", range(3)).trains(1.0, 1.0, 1.0)
+    story.changes("d1t2p1", "d1t1p1", range(3), 2.5, why="responses grew <b>").trains(0.5, 0.5, 0.5)
+    story.after(0, Compared(epoch=1, what="transition", predicted_s=2.25, measured_s=2.5))
+    story.after(0, Compared(epoch=1, what="step", predicted_s=0.75, measured_s=0.5))
+    story.changes("d1t1p1", "d1t1p1", range(3), 1.25, failure="slot-1 refused")
+    folder = make_run(tmp_path, [])
+    folder.journal.unlink()
+    journal = Journal(folder.journal, clock=iter([0.0, *(entry.t for entry in story.entries)]).__next__)
+    for entry in story.entries:
+        journal.append(entry.record)
+    journal.close()
+    page = parsed(write_report(folder.path))
+    assert page.tags.count("svg") == 1 and (folder.path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for part in (
+        "Slots over time", "Plan changes", "train d2t1p1 · generate d1t1p1train d1t2p1 · generate d1t1p1",
+        "responses grew <b>", "3.0 MB", "2.50 spredicted 2.25 s", "1.00 → 0.50 spredicted 0.75 s",
+        "given up: slot-1 refused", "1 destroy1 extend1 split",
+        "1 in 3.8 s",
+    ):  # fmt: skip
+        assert part in page.text, part
 
 
 def test_a_run_without_any_step_still_gets_a_page(tmp_path: Path) -> None:
