@@ -1,27 +1,41 @@
 """What was decided in a run, and why? The command ``nereus explain RUN``.
 
 Reads the journal alone, needs no lock, and works beside a running job. Each decision and each event that made one
-necessary is a sentence; what merely goes on (steps, grants) is counted. Invariants (tests/commands/test_explain.py):
-every loss, re-issue, checkpoint, drain and end is told once, in order; the steps that are counted add up.
+necessary is a sentence, with what was predicted and what was measured; what merely goes on (steps, grants) is counted.
+Invariants (tests/commands/test_explain.py): every decision, comparison, loss, re-issue, checkpoint, drain and end is
+told once, in order; the steps that are counted add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from nereus.actors.names import REWARD, slot_worker
-from nereus.core.plan import POLICY_GENERATION, ModelStage, Plan
+from nereus.core.plan import POLICY_GENERATION, Emu, ModelStage, Plan, Replication
 from nereus.core.units import format_bytes, format_seconds
 from nereus.errors import ConfigError
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Contents, Entry, JournalError, read_journal
+from nereus.runtime.timeline import Change, layouts, timeline
 
 _REASONS = {"start": "the job's train.layout and rollout.layout ask for it (nothing is searched at the start yet)"}
-NO_CHANGE = "No other plan was considered: a live run changes its plan only where adapt.at asks for it."
+NO_CHANGE = "No other plan was considered: neither the job (adapt.at) nor anything that happened asked for one."
+
+_DECISIONS = {
+    "trigger": "Another plan may be called for",
+    "opportunistic": "A better plan was found and is taken",
+    "urgent": "Another plan is needed and was found",
+    "stay": "The plan stays",
+    "widen": "No plan fits yet, and the search is widened",
+    "restart": "Only a restart from the newest checkpoint is left",
+    "failed": "The change did not succeed, and another plan is looked for at once",
+    "stale": "An answer came too late and changes nothing",
+}
 
 
 class Told(Struct, frozen=True):
@@ -36,7 +50,7 @@ def explain(folder: Path) -> tuple[Told, ...]:
     """Return the story of the run in ``folder`` (or of a journal file); ``ConfigError`` if it cannot be read."""
     path = folder / "journal.jsonl" if folder.is_dir() else folder
     contents = _read(path, folder)
-    told = tuple(_tell(contents.entries))
+    told = tuple(_tell(contents.entries, timeline(contents.entries).changes))
     if contents.torn_bytes:
         last = contents.entries[-1].t if contents.entries else 0.0
         told += (Told(last, "torn", f"The last {contents.torn_bytes} bytes of the journal are an unfinished record."),)
@@ -88,10 +102,10 @@ class _Steps:
         self.first, self.groups = -1, 0
 
 
-def _tell(entries: Iterable[Entry]) -> Iterator[Told]:
+def _tell(entries: Iterable[Entry], changes: Iterable[Change]) -> Iterator[Told]:
     steps = _Steps()
     reissued = dict[str, list[int]]()
-    story = _Story()
+    story = _Story(changes)
     last = 0.0
     for entry in entries:
         one, t = entry.record, entry.t
@@ -117,7 +131,11 @@ def _tell(entries: Iterable[Entry]) -> Iterator[Told]:
 class _Story:
     """The words for one record after another; remembers what they refer to."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Iterable[Change]) -> None:
+        self.changes = {(change.attempt, change.after.epoch): change for change in changes if change.ok}
+        self.attempt = 0
+        self.plan: Plan | None = None
+        self.decided = False
         self.roles: dict[str, ModelStage] = {}
         self.lost: dict[str, str] = {}
         self.joined: set[str] = set()
@@ -133,6 +151,7 @@ class _Story:
                 return self._started(one)
             case record.PlanCommitted(plan=plan, why=why):
                 self.plans += 1
+                self.plan = plan
                 self.roles = {slot_worker(slot): emu.model_stage for emu in plan.emus for slot in emu.slots}
                 if why == "transition":
                     return ""  # how the transition ended says the same, and how long it took
@@ -140,12 +159,16 @@ class _Story:
                 return f"Plan epoch {plan.epoch} was taken{', because ' + because if because else ''}: {_plan(plan)}."
             case record.TransitionBegun(plan=plan, primitives=primitives, why=why):
                 count = f"{len(primitives)} primitive{'' if len(primitives) == 1 else 's'}"
-                return f"A change to plan epoch {plan.epoch} began ({count}), because {why}: {_plan(plan)}."
-            case record.TransitionEnded(epoch=epoch, ok=True, seconds=seconds, moved_bytes=moved):
-                size = format_bytes(moved)
-                return f"Plan epoch {epoch} is in force after {seconds:.2f} s; {size} of state went between slots."
+                return f"A change to plan epoch {plan.epoch} began ({count}), because {why}: {_news(self.plan, plan)}."
+            case record.TransitionEnded(epoch=epoch, ok=True):
+                return self._in_force(one, self.changes.get((self.attempt, epoch)))
             case record.TransitionEnded(epoch=epoch, reason=reason):
                 return f"The change to plan epoch {epoch} was given up, and the plan before it stays: {reason}."
+            case record.Decided():
+                self.decided = True
+                return _decided(one)
+            case record.Compared():
+                return _compared(one)
             case record.WorkerJoined(worker=worker, incarnation=life):
                 return self._joined(worker, life)
             case record.WorkerGone(worker=worker, why=why, expected=True):
@@ -178,10 +201,21 @@ class _Story:
         if not self.ended:
             says = "The journal ends here: the run goes on, or was killed."
             yield Told(t, "open", says + self._unsaved())
-        if self.plans <= 1:
+        if self.plans <= 1 and not self.decided:
             yield Told(t, "no_change", NO_CHANGE)
 
+    def _in_force(self, one: record.TransitionEnded, change: Change | None) -> str:
+        size = format_bytes(one.moved_bytes)
+        says = f"Plan epoch {one.epoch} is in force after {one.seconds:.2f} s; {size} of state went between slots"
+        if change is None or not math.isfinite(change.step_after_s):
+            return f"{says}."
+        before, after = format_seconds(change.step_before_s), format_seconds(change.step_after_s)
+        if not math.isfinite(change.step_before_s):
+            return f"{says}. A step takes {after} since."
+        return f"{says}. A step took {before} before and takes {after} since."
+
     def _started(self, one: record.RunStarted) -> str:
+        self.attempt += 1
         died = "" if one.attempt == 1 or self.ended else "The attempt before did not end in good order. "
         self.ended = False
         self.lost, self.joined = {}, set()
@@ -201,10 +235,10 @@ class _Story:
         self.lost[one.worker] = one.why
         role = self.roles.get(one.worker)
         if role == POLICY_GENERATION:
-            return f"{one.worker} ({role}) was lost: {one.why}. Others take over its groups, and a replacement is due."
+            return f"{one.worker} ({role}) was lost: {one.why}. Others take over its groups."
         if one.worker == REWARD:
             return f"{one.worker} was lost: {one.why}. A replacement is due."
-        return f"{one.worker}{f' ({role})' if role else ''} was lost: {one.why}. The run cannot go on without it."
+        return f"{one.worker}{f' ({role})' if role else ''} was lost: {one.why}."
 
     def _joined(self, worker: str, life: str) -> str:
         why = self.lost.pop(worker, "")
@@ -232,13 +266,59 @@ def _kind(one: record.Record) -> str:
     return str(one.__struct_config__.tag)
 
 
+def _decided(one: record.Decided) -> str:
+    """Return what the controller weighed: its own sentence, introduced, and the numbers that this does not hold."""
+    numbers = one.numbers
+    refused = one.decision == "stay" and "latency_new_s" in numbers
+    opening = "A plan on offer was refused" if refused else _DECISIONS.get(one.decision, one.decision.capitalize())
+    says = f"{opening}: {one.because}."
+    new_s, now_s, way_s = (numbers.get(name) for name in ("latency_new_s", "latency_now_s", "transition_s"))
+    if new_s is not None:
+        now = "one that the current plan cannot do" if now_s is None else f"{format_seconds(now_s)} now"
+        says += f" Predicted: a step of {format_seconds(new_s)} instead of {now}"
+        says += "" if way_s is None else f", after a change of {format_seconds(way_s)}"
+        peak = numbers.get("peak_bytes")
+        says += f"; the fullest slot holds {format_bytes(peak)}." if peak else "."
+    horizon = numbers.get("horizon_steps")
+    if horizon is not None:
+        says += f" The next such event is expected in about {horizon:.3g} steps."
+    return says
+
+
+def _compared(one: record.Compared) -> str:
+    what = f"A step under plan epoch {one.epoch}" if one.what == "step" else f"The change to plan epoch {one.epoch}"
+    error = (one.measured_s - one.predicted_s) / one.predicted_s if one.predicted_s > 0 else 0.0
+    beside = f", {abs(error):.0%} {'more' if error > 0 else 'less'}" if abs(error) >= 0.005 else ""
+    measured, predicted = format_seconds(one.measured_s), format_seconds(one.predicted_s)
+    return f"{what} took {measured}{beside}; predicted were {predicted}."
+
+
 def _plan(plan: Plan) -> str:
+    """Return all model-stages that use devices, with their slots."""
+    return "; ".join(f"{stage} {layout} on {_slots(plan.of(stage))}" for stage, layout in _stages(plan))
+
+
+def _news(before: Plan | None, after: Plan) -> str:
+    """Return what ``after`` changes: what stays as it is, units and slots, is not listed."""
+    if before is None:
+        return _plan(after)
+    known, now = layouts(before), layouts(after)
     parts = list[str]()
-    for stage in plan.model_stages():
-        units = plan.of(stage)
-        slots = ", ".join("+".join(map(str, emu.slots)) for emu in units)
-        parts.append(f"{stage} d{len(units)}{units[0].layout} on slot{'s' if len(units) > 1 else ''} {slots}")
-    return "; ".join(parts)
+    for stage, layout in _stages(after):
+        units = after.of(stage)
+        if units != before.of(stage):
+            change = "stays" if known.get(stage) == layout else f"{known[stage]} →" if stage in known else "new:"
+            parts.append(f"{stage} {change} {layout} on {_slots(units)}")
+    parts += [f"{stage} ends" for stage in sorted(known.keys() - now.keys())]
+    return "; ".join(parts) or "the same units on the same slots"
+
+
+def _stages(plan: Plan) -> list[tuple[ModelStage, Replication]]:
+    return sorted(layouts(plan).items())
+
+
+def _slots(units: Sequence[Emu]) -> str:
+    return f"slot{'s' if len(units) > 1 else ''} " + ", ".join("+".join(map(str, emu.slots)) for emu in units)
 
 
 def _listed(numbers: list[int], most: int = 8) -> str:

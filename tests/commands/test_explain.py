@@ -91,7 +91,7 @@ def test_a_killed_run_and_its_resumption_are_told(tmp_path: Path) -> None:
 
 def test_losses_that_end_a_run_say_so(tmp_path: Path) -> None:
     says = story(tmp_path, *BEGIN, gone("slot-0", "hung"), record.RunEnded(reason="slot-0 is lost", ok=False))
-    assert "slot-0 (policy.training) was lost: hung. The run cannot go on without it." in says
+    assert "slot-0 (policy.training) was lost: hung." in says
     assert "The run ended in failure: slot-0 is lost." in says
     says = story(tmp_path, *BEGIN, gone("slot-1", "the end", expected=True))
     assert "slot-1 left, as it was asked to (the end)." in says
@@ -176,8 +176,56 @@ def test_plan_changes_are_told_with_their_reason_and_their_price(tmp_path: Path)
         record.RunEnded(reason="done", ok=True),
     )
     assert "change to plan epoch 1 began (2 primitives), because adapt.at asks for it after step 1" in says[3]
-    assert "policy.training d1t2p1 on slot 0+2" in says[3]
-    assert says[4].startswith("Plan epoch 1 is in force after 0.25 s; 2")
+    assert says[3].endswith(": policy.training d1t1p1 → d1t2p1 on slot 0+2.")  # what generates stays as it is
+    assert says[4].startswith("Plan epoch 1 is in force after 0.25 s; 2.0 MB of state went between slots")
     assert "(1 primitive)" in says[6]
     assert says[7] == "The change to plan epoch 2 was given up, and the plan before it stays: slot-1 refused: damaged."
+    assert NO_CHANGE not in says
+
+
+def test_steps_before_and_after_a_change_are_compared(tmp_path: Path) -> None:
+    target = Plan(1, (Emu(POLICY_GENERATION, 1, Layout(), (2,)), Emu(POLICY_TRAINING, 0, Layout(), (0,))))
+    says = story(
+        tmp_path,
+        *BEGIN,
+        record.VersionReady(version=0, checksum=""),
+        *map(trained, range(3)),
+        record.TransitionBegun(plan=target, primitives=("a",), why="slot 1 is taken away"),
+        record.PlanCommitted(plan=target, why="transition"),
+        record.TransitionEnded(epoch=1, ok=True, seconds=2.0),
+        record.VersionReady(version=3, checksum=""),
+        trained(3),
+    )
+    assert "because slot 1 is taken away: policy.generation stays d1t1p1 on slot 2." in says[3]
+    assert says[4].endswith("A step took 1 s before and takes 3 s since.")
+
+
+def test_decisions_and_comparisons_are_told_with_their_numbers(tmp_path: Path) -> None:
+    offer = {"latency_now_s": 2.0, "latency_new_s": 1.5, "transition_s": 3.0, "peak_bytes": 5e9, "payback_steps": 6.0}
+    urgent = {**offer, "latency_now_s": None, "payback_steps": None}
+    decided = [
+        record.Decided(decision="trigger", because="length/mean rose by 40 %", numbers={"horizon_steps": 32.0}),
+        record.Decided(decision="stay", because="pays back in 6 steps; only 4 are allowed", numbers=offer),
+        record.Decided(decision="stay", because="no plan on offer was admitted"),
+        record.Decided(decision="opportunistic", because="saves 0.5 s a step", numbers=offer),
+        record.Decided(decision="urgent", because="slots 3 were lost", numbers=urgent),
+        record.Decided(decision="widen", because="nothing fits"),
+        record.Decided(decision="odd", because="nobody knows"),
+        record.Compared(epoch=1, what="transition", predicted_s=3.0, measured_s=3.6),
+        record.Compared(epoch=1, what="step", predicted_s=1.5, measured_s=1.5),
+    ]
+    says = story(tmp_path, *BEGIN, *decided)
+    predicted = "Predicted: a step of 1.5 s instead of 2 s now, after a change of 3 s; the fullest slot holds 5.0 GB."
+    assert says[2:-1] == [
+        "Another plan may be called for: length/mean rose by 40 %. The next such event is expected in about 32 steps.",
+        f"A plan on offer was refused: pays back in 6 steps; only 4 are allowed. {predicted}",
+        "The plan stays: no plan on offer was admitted.",
+        f"A better plan was found and is taken: saves 0.5 s a step. {predicted}",
+        "Another plan is needed and was found: slots 3 were lost. "
+        + predicted.replace("2 s now", "one that the current plan cannot do"),
+        "No plan fits yet, and the search is widened: nothing fits.",
+        "Odd: nobody knows.",
+        "The change to plan epoch 1 took 3.6 s, 20% more; predicted were 3 s.",
+        "A step under plan epoch 1 took 1.5 s; predicted were 1.5 s.",
+    ]
     assert NO_CHANGE not in says
