@@ -161,11 +161,12 @@ class PlainDisplay:
         self._line(f"plan {epoch}: {layouts}")
 
     def transition(self, view: TransitionView) -> None:
-        """Say when a change begins to wait and when it begins to move state, then how it goes on every few seconds."""
+        """Say when a change begins to wait, and how it goes on where it takes long; its begin and end are events."""
         before, self._moving = self._moving, view
-        fresh = before is None or (before.target, before.total) != (view.target, view.total)
-        if fresh or time.monotonic() - self._moving_told > _PROGRESS_S:
-            self._moving_told = time.monotonic()
+        if before is None or before.total != view.total:
+            self._moving_told = time.monotonic() if view.total else -math.inf
+        if time.monotonic() - self._moving_told > _PROGRESS_S:
+            self._moving_told = time.monotonic() if view.total else math.inf
             self._line(f"to {view.target}: {transition_line(view)}")
 
     def event(self, text: str, level: Level = "info") -> None:

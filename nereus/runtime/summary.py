@@ -98,16 +98,21 @@ def time_parts(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Cut each step's seconds into parts that add up to ``timing_s/step``.
 
     ``timing_s/train`` holds the parts that the trainer measured inside it, so only its remainder counts as ``train``;
-    what no part explains is ``other``. Parts below a thousandth of the step are left out.
+    a plan change came before its step, while the trainers waited, and counts as ``plan_change``; what no part explains
+    is ``other``. Parts below a thousandth of the step are left out.
     """
     names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")} - BESIDE
     inner = {name for name in names if name != "train" and not name.startswith("wait_")}
-    parts: dict[str, list[float]] = {name: [] for name in sorted(names)}
+    parts: dict[str, list[float]] = {name: [] for name in sorted({*names, "plan_change"})}
     parts["other"] = []
     for row in rows:
         seconds = {name: _or_zero(row.get(f"timing_s/{name}")) for name in names}
         if "train" in seconds:
             seconds["train"] = max(0.0, seconds["train"] - math.fsum(seconds[name] for name in inner))
+        waited = seconds.get("wait_for_batch", 0.0)
+        seconds["plan_change"] = min(_or_zero(row.get("plan/transition_s")), waited)
+        if waited:
+            seconds["wait_for_batch"] = waited - seconds["plan_change"]
         for name, value in seconds.items():
             parts[name].append(value)
         parts["other"].append(max(0.0, _or_zero(row.get("timing_s/step")) - math.fsum(seconds.values())))

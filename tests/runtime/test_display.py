@@ -130,22 +130,28 @@ def test_the_page_shows_the_plan_and_how_far_a_change_has_come() -> None:
     assert "all 7 primitives are done" in shown(page.render())
 
 
-def test_a_change_is_a_few_plain_lines() -> None:
+def test_a_change_is_a_few_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("nereus.runtime.display.time.monotonic", lambda: now)
     console = Console(file=io.StringIO(), width=80, force_terminal=False)
     display = make_display(console, run="demo-001", steps=200)
     display.plan(0, "train d2t1p1 · generate d2t1p1")
     for _ in range(3):
         display.transition(TransitionView(target=MOVING.target))
+        now += 10.0
     for done in range(8):
         display.transition(TransitionView(target=MOVING.target, total=7, done=done))
+        now += 1.5
     display.plan(1, MOVING.target)
+    display.transition(TransitionView(target="train d1t1p1"))
     assert isinstance(console.file, io.StringIO)
     said = [line.split("  ", 1)[1] for line in console.file.getvalue().splitlines()]
     assert said == [
         "plan 0: train d2t1p1 · generate d2t1p1",
         f"to {MOVING.target}: waiting for the weight-sync point",
-        f"to {MOVING.target}: moving state: 0 of 7 primitives",
+        f"to {MOVING.target}: moving state: 4 of 7 primitives",
         f"plan 1: {MOVING.target}",
+        "to train d1t1p1: waiting for the weight-sync point",
     ]
 
 

@@ -220,6 +220,11 @@ def test_parts_of_a_step_add_up_and_what_runs_beside_is_left_out() -> None:
         assert math.fsum(values) == pytest.approx(2.0)
 
 
+def test_a_plan_change_is_no_wait_for_samples() -> None:
+    rows = [{"step": 1.0, "timing_s/step": 3.0, "timing_s/wait_for_batch": 2.0, "plan/transition_s": 1.5}]
+    assert time_split(rows) == {"plan_change": 1.5, "other": 1.0, "wait_for_batch": 0.5}
+
+
 def test_time_that_no_part_explains_is_other() -> None:
     rows = [{"step": 1.0, "timing_s/step": 3.0, "timing_s/wait_for_batch": 1.0}]
     assert time_split(rows) == {"other": 2.0, "wait_for_batch": 1.0}
