@@ -147,7 +147,7 @@ class RolloutActor:
 
     async def _commit(self, commit: Commit) -> None:
         """Go on under the new plan, which leaves this unit as it is; a new collector gets what is not trained yet."""
-        before = self._links[self._collector]
+        before = self._links.get(self._collector)
         await self._links.update(commit.peers)
         self._links.advance(commit.plan.epoch)
         self._collector = slot_worker(commit.plan.of(POLICY_TRAINING)[0].slots[0])
@@ -301,7 +301,9 @@ class RolloutActor:
 
     async def _hand_over(self, group: FinishedGroup) -> None:
         """Send one group to the collector; when that is lost, keep the group for the next one."""
-        link = self._links[self._collector]
+        link = self._links.get(self._collector)
+        if link is None:
+            return  # it was lost before this unit came
         try:
             await link.request(self._collector, group.message, group.frames, timeout_s=HAND_OVER_TIMEOUT_S)
         except PeerLost:

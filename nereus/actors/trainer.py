@@ -37,6 +37,7 @@ from nereus.bus.messages import (
     Lent,
     Message,
     Ok,
+    Peers,
     Publish,
     PublishFailed,
     PushBegin,
@@ -216,6 +217,8 @@ class TrainerActor:
                 await self._save(save)
             case Release(groups):
                 self._collector.release(groups)
+            case Peers(peers):
+                await self._links.update(peers)
             case Lend() as lend:
                 return await self._lend(lend)
             case Take() as take:

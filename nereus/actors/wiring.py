@@ -27,6 +27,7 @@ class Links:
         self._wiring = wiring
         self._open: dict[str, tuple[str, Endpoint]] = {}
         self._moved = asyncio.Condition()
+        self._epoch = 0
 
     async def update(self, peers: tuple[Peer, ...]) -> None:
         """Connect to every peer whose address is new; an endpoint whose server has moved is closed."""
@@ -35,6 +36,8 @@ class Links:
             if address == peer.address:
                 continue
             fresh = await self._wiring.connect(peer.worker, peer.address)
+            if fresh.epoch < self._epoch:
+                fresh.advance(self._epoch)
             self._open[peer.worker] = (peer.address, fresh)
             if endpoint is not None:
                 await endpoint.close()
@@ -55,8 +58,13 @@ class Links:
     def __contains__(self, server: str) -> bool:
         return server in self._open
 
+    def get(self, server: str) -> Endpoint | None:
+        """Return the endpoint to ``server``; None if it was never named."""
+        return self._open[server][1] if server in self._open else None
+
     def advance(self, epoch: int) -> None:
-        """Enter a newer plan epoch on every link."""
+        """Enter a newer plan epoch on every link, and on those to come."""
+        self._epoch = epoch
         for _, endpoint in self._open.values():
             endpoint.advance(epoch)
 

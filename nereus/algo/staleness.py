@@ -177,6 +177,19 @@ class Pacer:
         The oldest first versions go first, then the smallest groups. A batch that would leave some running group no
         step within its bound is not taken: the step waits for that group instead.
         """
+        batch = self._next_batch(version)
+        if isinstance(batch, Waiting):
+            return batch
+        chosen = self._training[version] = {group: self._accepted.pop(group) for group in sorted(batch)}
+        self.version += 1
+        return tuple(GroupAttempt(group, held.attempt) for group, held in chosen.items())
+
+    def waits_for(self, version: int) -> Waiting | None:
+        """Return what ``choose_batch`` would wait for; None if it could pick a batch."""
+        batch = self._next_batch(version)
+        return batch if isinstance(batch, Waiting) else None
+
+    def _next_batch(self, version: int) -> list[int] | Waiting:
         if version != self.version:
             raise ValueError(f"the next batch trains on version {self.version}, not {version}")
         if self._final_version is not None and version >= self._final_version:
@@ -190,9 +203,7 @@ class Pacer:
             if sum(n for d, n in due.items() if d <= deadline) > self._capacity(deadline) - self.groups_per_step:
                 urgent = [group for group, run in self._running.items() if self._deadline(run.version) <= deadline]
                 return self._waiting_for(urgent, f"groups in flight must be trained by version {deadline}")
-        chosen = self._training[version] = {group: self._accepted.pop(group) for group in sorted(batch)}
-        self.version += 1
-        return tuple(GroupAttempt(group, held.attempt) for group, held in chosen.items())
+        return batch
 
     def trained(self, version: int) -> Cursor:
         """Note that the step on ``version`` is applied; return the cursor, which now covers its groups."""

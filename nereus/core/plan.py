@@ -148,6 +148,11 @@ class Plan(msgspec.Struct, frozen=True):
         """Return the replicas of ``model_stage`` in order of their ordinals."""
         return tuple(sorted(emu for emu in self.emus if emu.model_stage == model_stage))
 
+    def replication(self, model_stage: ModelStage) -> Replication | None:
+        """Return layout and number of the units of ``model_stage``; None if there are none."""
+        units = self.of(model_stage)
+        return Replication(len(units), units[0].layout) if units else None
+
     def on(self, slot: SlotId) -> Iterator[Emu]:
         """Yield the units that use ``slot``."""
         return (emu for emu in self.emus if slot in emu.slots)

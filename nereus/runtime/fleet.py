@@ -50,6 +50,11 @@ class Worker:
     """Groups granted to it that are not yet accepted."""
 
     @property
+    def alive(self) -> bool:
+        """Whether it has joined and is not known to be lost."""
+        return self.state not in (State.STARTING, State.GONE)
+
+    @property
     def role(self) -> str:
         return str(self.emu.model_stage) if self.emu is not None else self.name.rpartition("-")[0]
 
@@ -78,8 +83,9 @@ class Fleet:
         return iter(self._workers.values())
 
     def slots(self) -> list[SlotId]:
-        """Return the slots that have a worker, in order."""
-        return sorted(slot for slot in map(slot_of, self._workers) if slot is not None)
+        """Return the slots whose worker is alive, in order."""
+        found = ((slot_of(worker.name), worker.alive) for worker in self)
+        return sorted(slot for slot, alive in found if slot is not None and alive)
 
     def of(self, stage: object) -> list[Worker]:
         """Return the workers whose unit belongs to a model-stage."""
@@ -96,6 +102,8 @@ class Fleet:
             if name in (RELAY, REWARD):
                 continue
             before, worker.emu = worker.emu, units.get(name)
+            if worker.emu is None and worker.alive:
+                worker.state, worker.version, worker.switching = State.READY, None, None  # idle
             if worker.emu is not None and (before is None or before.model_stage != worker.emu.model_stage):
                 changed.append(worker)
         order = {name: position for position, name in enumerate(units)}
@@ -116,7 +124,7 @@ class Fleet:
     def lost(self, name: str) -> set[int]:
         """Mark a worker gone and return the groups it was working on."""
         worker = self._workers[name]
-        worker.state = State.GONE
+        worker.state, worker.service = State.GONE, ""
         running, worker.running = worker.running, set()
         return running
 

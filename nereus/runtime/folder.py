@@ -112,6 +112,10 @@ class RunFolder(RunPaths):
         self.keys.mkdir(mode=0o700, exist_ok=True)
         self.keys.chmod(0o700)
 
+    def begin_attempt(self) -> None:
+        """Go on as another attempt, with logs of its own."""
+        self.attempt = _begin_attempt(self.path)
+
     @classmethod
     def create(cls, root: Path, name: str, *, path: Path | None = None) -> RunFolder:
         """Make a new run folder: ``<root>/<name>-NNN`` with the next free number, or exactly ``path``.

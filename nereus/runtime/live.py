@@ -40,13 +40,18 @@ from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited, LocalProcesses
+from nereus.runtime.regroup import StateLost
 from nereus.runtime.summary import Summary, summarize
 from nereus.runtime.supervisor import Supervisor
-from nereus.runtime.surroundings import Launcher, LeftAtOnce, Origin, Outcome
+from nereus.runtime.surroundings import Launcher, LeftAtOnce, Origin, Outcome, RunFailed
 from nereus.runtime.wire import Wire, store_config
 
 STORE_START_TIMEOUT_S = 120.0
 EXIT_LEFT_AT_ONCE = 130
+
+MAX_RESTORES = 3
+"""How often a run goes back to a checkpoint without coming further than before."""
+
 log = structlog.get_logger()
 
 
@@ -62,15 +67,10 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
     display = make_display(console, run=folder.name, steps=config.run.steps)
     folder.write_status("starting")
     display.start()
-    assembly = _Assembly(config, folder, display, local_workers=local_workers)
     outcome = Outcome("ended by an unexpected error", finished=False)
     failure: BaseException | None = None
     try:
-        outcome = await assembly.run(resume)
-    except asyncio.CancelledError:
-        if not assembly.interrupted:
-            raise
-        outcome = Outcome(f"left before the run had begun ({assembly.interrupted})", finished=False)
+        outcome = await _to_the_end(config, folder, display, resume, local_workers=local_workers)
     except NereusError as error:
         failure = error
         outcome = Outcome(str(error), finished=False)
@@ -88,6 +88,35 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
         log.error("run failed", reason=str(failure))
         raise failure
     return 0
+
+
+async def _to_the_end(
+    config: JobConfig, folder: RunFolder, display: Display, checkpoint: Path | None, *, local_workers: bool
+) -> Outcome:
+    """Run; when the trained state is lost with its last copy, go on from the newest checkpoint that is whole."""
+    tries, furthest = 0, -1
+    while True:
+        assembly = _Assembly(config, folder, display, local_workers=local_workers)
+        try:
+            return await assembly.run(checkpoint)
+        except asyncio.CancelledError:
+            if not assembly.interrupted:
+                raise
+            return Outcome(f"left before the run had begun ({assembly.interrupted})", finished=False)
+        except StateLost as lost:
+            step = read_progress(folder).step
+            tries = 0 if step > furthest else tries + 1
+            furthest = max(furthest, step)
+            if assembly.interrupted or tries >= MAX_RESTORES:
+                raise RunFailed(f"{lost}; resume with --resume") from lost
+            search = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep).newest()
+            for damage in search.passed_over:
+                display.event(f"checkpoint passed over: {damage}", "warning")
+            checkpoint = search.folder or checkpoint
+            source = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
+            display.event(f"{lost}; going on from {source}", "warning")
+            log.warning("trained state lost", why=str(lost), checkpoint=source, step=step)
+            folder.begin_attempt()
 
 
 def _state(outcome: Outcome, failure: BaseException | None) -> FolderState:
@@ -128,7 +157,7 @@ class _Assembly:
         self._local_workers = local_workers
         self._supervisor: Supervisor | None = None
         self.interrupted = ""
-        """The signal that ended the run before it had begun."""
+        """The signal that asked the run to end."""
 
     async def run(self, checkpoint: Path | None) -> Outcome:
         """Prepare, run, and tear down."""
@@ -279,10 +308,10 @@ class _Assembly:
         assert task is not None
 
         def interrupt(name: str) -> None:
+            self.interrupted = name
             if self._supervisor is not None:
                 self._supervisor.interrupt(name)
             else:
-                self.interrupted = name
                 task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):

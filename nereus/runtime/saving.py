@@ -49,6 +49,11 @@ class Saver:
     def busy(self) -> bool:
         return self._saving is not None
 
+    @property
+    def under_way(self) -> int | None:
+        """The step whose checkpoint is being written."""
+        return self._saving.step if self._saving is not None else None
+
     def begin(self, step: int, version: PolicyVersion, cursor: Cursor) -> Path:
         """Return the folder that the slots write into."""
         self._saving = _Saving(step, version, cursor)

@@ -1,41 +1,40 @@
 """Who decides what happens next in a run? The supervisor: one event loop, one inbox, no torch.
 
 Owner: the ``nereus-supervisor`` process. It brings the workers up, grants groups to rollout units within the staleness
-bound, starts an optimizer step when a batch is complete, announces new weights, keeps checkpoints and the journal, and
-takes the run to a clean, explained end. Every event is handled to its end before the next one: no two decisions race.
+bound, starts an optimizer step when a batch is complete, announces new weights, keeps checkpoints and the journal,
+changes the plan at weight-sync points, and takes the run to a clean, explained end. Every event is handled to its end
+before the next one: no two decisions race.
 
-Invariants (tests/virtual/test_supervisor.py, tests/live): a group is trained exactly once; staleness never exceeds the
-bound; a lost rollout costs only its running groups; every wait is bounded and names what it waits for.
+When trainer slots are lost, training is *held*: what is intact agrees on a step (``regroup.py``), goes on under a plan
+of its own, and grows again when there are slots. Rollouts generate on all the while.
+
+Invariants (tests/virtual/test_supervisor.py, test_losses.py, tests/live): a group is trained exactly once; staleness
+never exceeds the bound; a lost rollout costs only its running groups, a lost trainer at most the step in flight; every
+wait is bounded and names what it waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import msgspec
 import structlog
 from msgspec import Struct
 
-from nereus.actors.names import RELAY, REWARD
-from nereus.algo.sampler import SampleOrder
-from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
+from nereus.actors.names import RELAY, REWARD, slot_of
+from nereus.algo.staleness import Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
-    Abandon,
     Assign,
     Fault,
-    Grant,
     GroupAccepted,
     GroupFailed,
     GroupRef,
-    GroupSpec,
     Hello,
-    Manifest,
     Message,
     Peers,
-    Publish,
+    PublishFailed,
     Ready,
     Refused,
     Release,
@@ -44,6 +43,7 @@ from nereus.bus.messages import (
     SaveFailed,
     Shutdown,
     StepDone,
+    StepFailed,
     StepReport,
     Switch,
     Train,
@@ -60,20 +60,23 @@ from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
 from nereus.runtime.figures import group_figures
 from nereus.runtime.fleet import Fleet, State, Worker
+from nereus.runtime.groups import Groups
 from nereus.runtime.journal import Journal
 from nereus.runtime.processes import Exited
+from nereus.runtime.publishing import Published, Publishing
+from nereus.runtime.regroup import Regrouped, StateLost, regroup
 from nereus.runtime.saving import Saver
+from nereus.runtime.schedule import Schedule, Wish
 from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, Outcome, RunFailed
-from nereus.transition.reshard import TensorSpec
-
-MAX_ATTEMPTS = 4
-"""How often one group is tried before its failure ends the run."""
 
 MAX_RESTARTS = 5
 """How often one worker is replaced before its deaths end the run."""
 
+MAX_HOLDS = 8
+"""How often training may be held without a step between."""
+
 SHUTDOWN_GRACE_S = 15.0
-MANIFEST_TIMEOUT_S = 30.0
+PUSH_TIMEOUT_S = 120.0
 TICK_S = 1.0
 STALL_S = 60.0
 """After this long without progress the log says what the run waits for."""
@@ -91,11 +94,14 @@ class Tick(Struct, frozen=True):
     """Time to look at deadlines."""
 
 
-Occurrence = Event | Exited | Interrupt | Tick | Transformed
+class Settled(Struct, frozen=True):
+    """The trainer slots that are left have agreed, or nothing is left, because of ``failure``."""
+
+    regrouped: Regrouped | None
+    failure: str = ""
 
 
-def _ref(attempt: GroupAttempt) -> GroupRef:
-    return GroupRef(attempt.group, attempt.attempt)
+Occurrence = Event | Exited | Interrupt | Tick | Transformed | Published | Settled
 
 
 class _Training(Struct):
@@ -106,6 +112,16 @@ class _Training(Struct):
     waited_s: float
     report: StepReport | None = None
     done: set[str] = msgspec.field(default_factory=set)
+
+
+class _Hold(Struct):
+    """Training is held: why, since when, and who is asked for what is left."""
+
+    why: str
+    began: float
+    task: asyncio.Task[None] | None = None
+    lost: bool = False
+    """More was lost since they were asked."""
 
 
 class Supervisor:
@@ -134,26 +150,14 @@ class Supervisor:
         self._endpoint = endpoint
         self._launcher = launcher
         self._journal = journal
-        self._dataset = dataset
         self._observer = observer
-        self._order = SampleOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle)
-        self._pacer = Pacer(
-            groups_per_step=config.train.groups_per_step,
-            staleness=config.async_.staleness,
-            version=origin.version,
-            cursor=origin.cursor,
-            final_version=origin.version + config.run.steps - origin.step,
-        )
         self._inbox: asyncio.Queue[Occurrence] = asyncio.Queue()
         self._step = origin.step
         self._version = origin.version
-        self._visible: VersionReady | None = None
-        self._tensors: tuple[TensorSpec, ...] = ()
-        self._tied: dict[str, str] = {}
-        self._accepted: dict[int, GroupAccepted] = {}
+        self._groups = Groups(config, dataset, origin, self._fleet, journal)
         self._training: _Training | None = None
+        self._weights = Publishing(endpoint, timeout_s=PUSH_TIMEOUT_S)
         self._changes = PlanChanges(
-            config,
             plan,
             origin,
             store=store,
@@ -162,7 +166,11 @@ class Supervisor:
             launcher=launcher,
             journal=journal,
             observer=observer,
+            timeout_s=config.adapt.timeout_s,
         )
+        self._schedule = Schedule(config, plan, origin.step)
+        self._hold: _Hold | None = None
+        self._holds = 0
         about: dict[str, Any] = {
             "seed": config.run.seed,
             "rng": "sample streams are keyed by (run.seed, group, index, position); nothing else draws random numbers",
@@ -170,6 +178,7 @@ class Supervisor:
             "plan": msgspec.to_builtins(plan),
         }
         self._saver = Saver(checkpoints, origin.model, about, saved_step=origin.step or -1)
+        self._started = False
         self._draining = ""
         self._outcome: Outcome | None = None
         self._began = self._idle_since = self._progress_at = 0.0
@@ -195,8 +204,12 @@ class Supervisor:
         finally:
             for pump in pumps:
                 pump.cancel()
+            if self._hold is not None and self._hold.task is not None:
+                pumps.append(self._hold.task)
+                self._hold.task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             await self._changes.close()
+            await self._weights.close()
 
     async def leave(self, reason: str) -> None:
         """Ask every worker to leave, then make sure that none is left."""
@@ -246,7 +259,7 @@ class Supervisor:
                     await self._lost(self._fleet[peer], why)
             case Exited(name, pid, _):
                 if name not in self._fleet:
-                    raise RunFailed(f"the rendezvous store ({name}) {occurrence.why}; resume with --resume")
+                    raise StateLost(f"the rendezvous store ({name}) {occurrence.why}")
                 if self._fleet[name].pid in (0, pid):
                     await self._exited(self._fleet[name], occurrence.why)
             case Interrupt(name):
@@ -255,6 +268,10 @@ class Supervisor:
                 self._check_deadlines()
             case Transformed(failure):
                 await self._on_transformed(failure)
+            case Published():
+                await self._on_published(occurrence)
+            case Settled():
+                await self._on_settled(occurrence)
             case Undelivered(peer, message, epoch):
                 log.warning("message refused: older plan epoch", peer=peer, type=type(message).__name__, epoch=epoch)
 
@@ -268,11 +285,18 @@ class Supervisor:
             case Ready() as ready:
                 await self._on_ready(worker, ready)
             case GroupAccepted() as accepted:
-                await self._on_accepted(accepted)
+                await self._on_accepted(worker, accepted)
             case GroupFailed() as failed:
                 await self._on_failed(worker, failed)
             case StepDone(report, _):
                 await self._on_step_done(worker, report)
+            case StepFailed(step, reason):
+                log.warning("step failed", worker=worker.name, step=step, reason=reason)
+                self._hold_training(f"step {step} failed on {worker.name}: {reason}")
+            case PublishFailed(version, reason):
+                log.warning("weights did not get through", worker=worker.name, version=version, reason=reason)
+                self._weights.failed(version)
+                await self._go_on()
             case VersionReady() as visible:
                 await self._on_version_ready(visible)
             case WeightsLive() as live:
@@ -283,7 +307,7 @@ class Supervisor:
                 if self._saver.abandon(step):
                     self._save_failed(f"{worker.name}: {reason}")
             case Fault(where, reason, fatal):
-                worker.fault = reason
+                worker.fault = reason if fatal else worker.fault
                 log.error("fault", worker=where, reason=reason, fatal=fatal)
             case other:
                 log.warning("message not understood", worker=worker.name, type=type(other).__name__)
@@ -305,23 +329,30 @@ class Supervisor:
         )
         await self._reply(delivery, Welcome(self._run_id, self._changes.plan.epoch))
         self._observer.fleet(self._fleet)
-        if not self._fleet.missing(at_least=State.JOINED):
+        if self._started or not self._fleet.missing(at_least=State.JOINED):
             await self._assign_joined()
-        if worker.name == REWARD:
-            for rollout in self._fleet.of(POLICY_GENERATION):
-                if rollout.state in (State.BUILDING, State.READY, State.LIVE):
-                    await self._send(rollout.name, Peers(self._fleet.peers()))
+        if worker.name in (REWARD, RELAY):
+            for slot in (*self._fleet.of(POLICY_GENERATION), *self._fleet.of(POLICY_TRAINING)):
+                if slot.state in (State.BUILDING, State.READY, State.LIVE):
+                    await self._send(slot.name, Peers(self._fleet.peers()))
+        if worker.emu is None or self._hold is not None:
+            await self._go_on()  # a slot more may be what a plan change has waited for
 
     async def _assign_joined(self) -> None:
-        """Give every worker that has joined its unit, now that all addresses are known."""
+        """Give every worker that has joined its unit, now that all addresses are known.
+
+        Trainers load what the run starts from; later on they get their state from others, by a plan change.
+        """
         for worker in self._fleet:
             if worker.state is not State.JOINED:
                 continue
-            worker.state = State.BUILDING
-            if worker.emu is None:  # the reward service has nothing to build
+            if worker.emu is None:  # the reward service has nothing to build, nor has an idle slot
                 worker.state = State.READY
                 continue
             trains = worker.emu.model_stage == POLICY_TRAINING
+            if trains and self._started:
+                continue
+            worker.state = State.BUILDING
             source = str(self._origin.source if trains else self._origin.model)
             peers, version = self._fleet.peers(), self._origin.version
             await self._send(worker.name, Assign(worker.emu, self._changes.plan, self._store, peers, source, version))
@@ -330,19 +361,14 @@ class Supervisor:
         worker.state = State.READY
         log.info("unit is ready", worker=worker.name, emu=ready.emu, seconds=ready.seconds)
         if ready.tensors:
-            self._tensors, self._tied = ready.tensors, ready.tied
-            # A request: the relay must know the tensors before the first trainer begins to push.
-            await self._endpoint.request(RELAY, Manifest(ready.tensors, ready.tied), timeout_s=MANIFEST_TIMEOUT_S)
-        trainers = self._fleet.of(POLICY_TRAINING)
-        if worker in trainers and all(trainer.state is State.READY for trainer in trainers):
-            for trainer in trainers:
-                await self._send(trainer.name, Publish(self._version))
+            self._weights.know(ready.tensors, ready.tied)
         if worker in self._fleet.of(POLICY_GENERATION):
             await self._switch(worker)
         self._observer.fleet(self._fleet)
+        await self._go_on()
 
     async def _lost(self, worker: Worker, why: str) -> None:
-        """A worker is gone: re-issue what a rollout was doing; anything else ends the run, to be resumed."""
+        """A worker is gone: others do what it was doing."""
         if worker.state is State.GONE:
             return
         why = worker.fault or why
@@ -354,16 +380,19 @@ class Supervisor:
         log.warning("worker lost", worker=worker.name, role=worker.role, why=why, groups=len(running))
         if worker.name == REWARD and worker.fault and self._config.reward.on_failure == "stop":
             raise RunFailed(f"reward.on_failure is stop: {worker.fault}")
-        if worker not in self._fleet.of(POLICY_GENERATION) and worker.name != REWARD:
-            raise RunFailed(f"{worker.name} ({worker.role}) is lost: {why}; resume with --resume")
-        self._reissue(worker, "lost")
-        await self._grant()
+        target = self._changes.running
+        if target is not None and (slot := slot_of(worker.name)) is not None and slot in target.slots():
+            self._changes.abort(f"{worker.name} is lost: {why}")
+        if worker in self._fleet.of(POLICY_TRAINING):
+            self._hold_training(f"{worker.name} is lost: {why}")
+        elif worker.name == RELAY:
+            self._weights.relay_lost()
+            for rollout in self._fleet.of(POLICY_GENERATION):
+                rollout.switching = None
+        else:
+            self._groups.lost(worker, "lost")
+            await self._grant()
         self._observer.fleet(self._fleet)
-
-    def _reissue(self, rollout: Worker, why: str) -> None:
-        """Let others do what a rollout was doing."""
-        for ref in map(_ref, self._pacer.lost(rollout.name)):
-            self._journal.append(record.Reissued(group=ref.group, attempt=ref.attempt, reason=f"{rollout.name} {why}"))
 
     async def _exited(self, worker: Worker, why: str) -> None:
         """A process has ended: see to its loss, then start its replacement."""
@@ -377,9 +406,10 @@ class Supervisor:
     # Weights
 
     async def _on_version_ready(self, visible: VersionReady) -> None:
-        if self._visible is None:
+        if not self._started:
+            self._started = True
             self._idle_since = self._progress_at = self._now()  # starting up is no part of the first step
-        self._visible = visible
+        self._weights.became_visible(visible)
         self._journal.append(record.VersionReady(version=visible.version, checksum=visible.checksum))
         for rollout in self._fleet.of(POLICY_GENERATION):
             if rollout.state in (State.READY, State.LIVE):
@@ -387,107 +417,65 @@ class Supervisor:
         await self._go_on()
 
     async def _switch(self, rollout: Worker) -> None:
-        if self._visible is not None and rollout.switching != self._visible.version:
-            rollout.switching = self._visible.version
-            await self._send(rollout.name, Switch(self._visible.version))
+        visible = self._weights.visible
+        if visible is not None and visible.version not in (rollout.switching, rollout.version):
+            rollout.switching = visible.version
+            await self._send(rollout.name, Switch(visible.version))
 
     async def _on_weights_live(self, worker: Worker, live: WeightsLive) -> None:
-        if self._visible is not None and live.version == self._visible.version:
-            expected = self._visible.checksum
-            if live.checksum != expected:
-                raise RunFailed(
-                    f"{worker.name} serves version {live.version} with checksum {live.checksum}, published: {expected}"
-                )
+        visible = self._weights.visible
+        if visible is not None and live.version == visible.version and live.checksum != visible.checksum:
+            raise RunFailed(
+                f"{worker.name} serves version {live.version} with checksum {live.checksum}, "
+                f"published: {visible.checksum}"
+            )
         worker.version = live.version
         worker.state = State.LIVE
         self._journal.append(record.WeightsLive(worker=worker.name, version=live.version, checksum=live.checksum))
         self._observer.fleet(self._fleet)
         await self._grant()
 
+    async def _on_published(self, published: Published) -> None:
+        if published.failure:
+            log.warning("weights did not get through", version=published.version, reason=published.failure)
+            if self._weights.exhausted():
+                raise RunFailed(f"version {published.version} cannot be published: {published.failure}")
+            self._weights.failed(published.version)
+        await self._go_on()
+
     # Groups
 
     async def _grant(self) -> None:
-        """Give the least busy live rollout units what the staleness bound allows, lost groups first."""
         if self._draining:
             return
-        capacity = math.ceil(self._config.rollout.max_live / self._config.rollout.group_size) + 1
-        granted: dict[str, list[GroupRef]] = {}
-        while True:
-            able = [
-                rollout
-                for rollout in self._fleet.of(POLICY_GENERATION)
-                if rollout.state is State.LIVE and len(rollout.running) < capacity
-            ]
-            rollout = min(able, key=lambda rollout: (len(rollout.running), rollout.name), default=None)
-            if rollout is None or rollout.version is None:
-                break
-            issued = self._pacer.issue(rollout.name, rollout.version, 1)
-            if not issued:
-                break
-            ref = _ref(issued[0])
-            rollout.running.add(ref.group)
-            granted.setdefault(rollout.name, []).append(ref)
-        for name, refs in granted.items():
-            version = self._fleet[name].version or 0
-            self._journal.append(record.Granted(groups=tuple(refs), owner=name, version=version))
-            await self._send(name, Grant(tuple(map(self._spec, refs))))
+        for name, grant in self._groups.grants().items():
+            await self._send(name, grant)
 
-    def _spec(self, ref: GroupRef) -> GroupSpec:
-        index = self._order.row(ref.group)
-        row = self._dataset.row(index)
-        return GroupSpec(
-            ref.group,
-            ref.attempt,
-            index,
-            msgspec.json.encode(row.prompt),
-            msgspec.json.encode(row.columns),
-        )
-
-    async def _on_accepted(self, accepted: GroupAccepted) -> None:
-        for rollout in self._fleet.of(POLICY_GENERATION):
-            rollout.running.discard(accepted.group)
-        verdict = self._pacer.accept(accepted.group, accepted.attempt, accepted.version_first)
-        if verdict == "stale":
-            log.warning("group is older than its rollout said", group=accepted.group, version=accepted.version_first)
-        if verdict == "accepted":
-            self._accepted[accepted.group] = accepted
+    async def _on_accepted(self, worker: Worker, accepted: GroupAccepted) -> None:
+        if self._groups.accept(accepted):
             self._progress_at = self._now()
-            self._journal.append(
-                record.Accepted(
-                    group=accepted.group,
-                    attempt=accepted.attempt,
-                    row=accepted.row,
-                    rollout=accepted.rollout,
-                    version_first=accepted.version_first,
-                    version_last=accepted.version_last,
-                    rewards=tuple(sample.reward for sample in accepted.samples),
-                )
-            )
+        else:
+            await self._send(worker.name, Release((accepted.group,)))
         await self._train()
         await self._grant()
 
     async def _on_failed(self, worker: Worker, failed: GroupFailed) -> None:
-        worker.running.discard(failed.group)
-        log.warning("group failed", worker=worker.name, group=failed.group, reason=failed.reason)
-        if failed.attempt + 1 >= MAX_ATTEMPTS:
-            raise RunFailed(f"group {failed.group} failed {MAX_ATTEMPTS} times, last: {failed.reason}")
-        again = self._pacer.fail(failed.group, failed.attempt, retry=True)
-        if again is not None:
-            self._journal.append(record.Reissued(group=again.group, attempt=again.attempt, reason=failed.reason))
+        self._groups.fail(worker, failed)
         await self._grant()
 
     # Training
 
     async def _train(self) -> None:
-        """Start the next optimizer step if its batch is complete and nothing is in flight."""
+        """Start the next optimizer step if its batch is complete and nothing else comes first."""
         if self._training is not None or self._draining or self._step >= self._config.run.steps:
             return
-        if self._changes.running or self._changes.due(self._step):
+        if self._hold is not None or self._changes.running or self._weights.due or self._weights.busy:
             return
-        batch = self._pacer.choose_batch(self._version)
-        if isinstance(batch, Waiting):
+        if self._wish() is not None:
             return
-        refs = tuple(map(_ref, batch))
+        refs = self._groups.choose(self._version)
+        if isinstance(refs, Waiting):
+            return
         now = self._now()
         self._training = _Training(refs, now, now - self._idle_since)
         for trainer in self._fleet.of(POLICY_TRAINING):
@@ -505,11 +493,11 @@ class Supervisor:
         if training.report is None or len(training.done) < len(trainers):
             return
         await self._finish_step(training, training.report)
+        await self._after_step()
 
     async def _finish_step(self, training: _Training, report: StepReport) -> None:
         groups = [ref.group for ref in training.refs]
-        held = [self._accepted.pop(group) for group in groups]
-        self._pacer.trained(self._version)
+        held = self._groups.trained(self._version, training.refs)
         self._journal.append(
             record.Trained(
                 step=self._step,
@@ -530,44 +518,162 @@ class Supervisor:
             "fleet/restarts": self._restarts,
         }
         self._training, self._idle_since, self._progress_at = None, now, now
+        self._holds = 0
         self._step += 1
         self._version += 1
         self._observer.step(report, metrics)
-        for worker in (*self._fleet.of(POLICY_GENERATION), self._fleet.of(POLICY_TRAINING)[0]):
-            if worker.state is not State.GONE:
+        for worker in (*self._fleet.of(POLICY_GENERATION), *self._fleet.of(POLICY_TRAINING)[:1]):
+            if worker.alive:
                 await self._send(worker.name, Release(tuple(groups)))
-        await self._after_step()
 
     async def _after_step(self) -> None:
         """Save if it is time, end if it is time, else go on."""
         every = self._config.checkpoint.every
         last = self._step >= self._config.run.steps
-        if last or self._draining or (every and self._step % every == 0):
+        if last or self._draining or (every and self._step and self._step % every == 0):
             await self._save()
         if not last:
             await self._go_on()
 
     async def _go_on(self) -> None:
-        """Begin the plan change that is due, as soon as its boundary is reached; otherwise train."""
-        if self._changes.running or self._training is not None or self._draining:
+        """Do what comes first: publish what is not visible, begin the plan change that is due, or train."""
+        if self._training is not None or self._hold is not None or self._changes.running or self._weights.busy:
             return
-        if not self._changes.due(self._step):
+        if self._draining or (self._started and self._step >= self._config.run.steps):
+            return
+        if self._weights.due:
+            return self._publish()
+        wish = self._wish()
+        if wish is None:
             await self._train()
-        elif self._visible is not None and self._visible.version == self._version and not self._saver.busy:
-            self._changes.begin(self._tensors, self._tied, self._inbox.put_nowait)
+        elif self._weights.version == self._version and not self._saver.busy:
+            self._schedule.began(wish.plan)
+            self._changes.begin(wish.plan, wish.why, self._weights.tensors, self._weights.tied, self._inbox.put_nowait)
+
+    def _publish(self) -> None:
+        """Have the present weights pushed, if there is somebody to push them and a relay to take them."""
+        trainers = self._fleet.of(POLICY_TRAINING)
+        if self._weights.tensors and all(worker.state is State.READY for worker in (self._fleet[RELAY], *trainers)):
+            self._weights.begin(self._version, [trainer.name for trainer in trainers], self._inbox.put_nowait)
+
+    def _wish(self) -> Wish | None:
+        """Return the plan change that is due at the next boundary."""
+        if not self._started:
+            return None
+        return self._schedule.wish(self._step, self._changes.plan, self._fleet.slots())
+
+    # Plan changes
 
     async def _on_transformed(self, failure: str) -> None:
         """Conclude the plan change; what rollouts that moved were doing is done elsewhere."""
-        moved = await self._changes.conclude(failure)
-        if failure:
-            for trainer in self._fleet.of(POLICY_TRAINING):
-                await self._send(trainer.name, Abandon(failure))
-        for rollout in moved:
-            self._reissue(rollout, "moved")
+        concluded = await self._changes.conclude(failure)
+        for rollout in concluded.vacated:
+            self._groups.lost(rollout, "moved")
+        if not concluded.failure:
+            self._schedule.ended(concluded.plan)
         self._progress_at = self._now()
         await self._assign_joined()
         self._observer.fleet(self._fleet)
+        if concluded.lost:
+            self._hold_training(f"{', '.join(concluded.lost)} did not follow the new plan")
+        if self._hold is not None:
+            return self._regroup()
         await (self._save() if self._draining else self._go_on())
+
+    # Losses
+
+    def _hold_training(self, why: str) -> None:
+        """Let no step begin before what is left of the trainers has agreed on one."""
+        if not self._started:
+            raise RunFailed(f"{why}, before the first step")
+        if self._hold is None:
+            self._holds += 1
+            if self._holds > MAX_HOLDS:
+                raise RunFailed(f"training was held {MAX_HOLDS} times without a step between, last: {why}")
+            self._hold = _Hold(why, self._now())
+            self._observer.note(f"training is held: {why}")
+        self._hold.lost = True
+        self._changes.abort(why)
+        step = self._saver.under_way
+        if step is not None and self._saver.abandon(step):
+            self._observer.note(f"the checkpoint of step {step} is given up")
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Ask the trainer slots that are left how far they have come."""
+        hold = self._hold
+        if hold is None or hold.task is not None or self._changes.running:
+            return
+        hold.lost = False
+        plan, alive = self._changes.plan, frozenset(self._fleet.slots())
+        timeout_s = self._config.cluster.group_timeout_s + self._config.bus.liveness_s
+
+        async def ask() -> None:
+            try:
+                settled = Settled(await regroup(self._endpoint, plan, alive, timeout_s=timeout_s))
+            except StateLost as error:
+                settled = Settled(None, str(error))
+            self._inbox.put_nowait(settled)
+
+        hold.task = asyncio.create_task(ask(), name="regroup")
+
+    async def _on_settled(self, settled: Settled) -> None:
+        """Go on with what is left: finish or undo the step in flight, and put a plan of the intact units in force."""
+        hold = self._hold
+        assert hold is not None
+        hold.task = None
+        regrouped = settled.regrouped
+        if hold.lost:
+            return self._regroup()
+        if regrouped is None:
+            raise StateLost(f"{hold.why}; {settled.failure}")
+        for slot in regrouped.silent:
+            self._launcher.kill(f"slot-{slot}")
+        await self._settle_step(regrouped)
+        self._settle_collector(regrouped)
+        self._journal.append(
+            record.Decided(
+                decision="urgent",
+                because=f"{hold.why}; {len(regrouped.units)} trainer units are whole, at step {regrouped.step}",
+            )
+        )
+        if lost := await self._changes.recover(regrouped.units):
+            hold.why = f"{', '.join(lost)} did not follow"
+            self._holds += 1
+            if self._holds > MAX_HOLDS:
+                raise RunFailed(f"training was held {MAX_HOLDS} times without a step between, last: {hold.why}")
+            return self._regroup()
+        self._hold = None
+        if self._weights.version != self._version:
+            self._weights.due = True
+        seconds = self._now() - hold.began
+        self._observer.note(f"training goes on with {len(regrouped.units)} units after {seconds:.2f} s")
+        self._progress_at = self._now()
+        await self._assign_joined()
+        self._observer.fleet(self._fleet)
+        await self._grant()
+        await self._after_step()
+
+    async def _settle_step(self, regrouped: Regrouped) -> None:
+        """Count the step in flight as made, or take it back."""
+        training = self._training
+        if regrouped.step not in (self._step, self._step + (training is not None)):
+            raise RunFailed(f"the trainers stand before step {regrouped.step}, the run before step {self._step}")
+        if training is None:
+            return
+        if regrouped.step == self._step:
+            self._groups.undo(self._version)
+            self._training = None
+            return
+        report = training.report or StepReport(self._step, self._version, 0.0, 0)
+        await self._finish_step(training, report)
+
+    def _settle_collector(self, regrouped: Regrouped) -> None:
+        """If the lead slot is another one now, or was started anew, have its groups sent again."""
+        before = self._changes.plan.of(POLICY_TRAINING)[0].slots[0]
+        lead = regrouped.units[0].slots[0]
+        if lead != before:
+            self._groups.collector_lost()
 
     # Checkpoints and the end
 
@@ -575,9 +681,9 @@ class Supervisor:
         """Begin a checkpoint of the present step; one that is already saved or being saved is left alone."""
         if self._saver.saved_step == self._step:
             return self._end_if_due()
-        if self._saver.busy:
+        if self._saver.busy or self._hold is not None:
             return  # its end brings us here again if the run is to end
-        folder = self._saver.begin(self._step, self._version, self._pacer.cursor)
+        folder = self._saver.begin(self._step, self._version, self._groups.cursor)
         self._journal.append(record.CheckpointBegun(step=self._step, folder=folder.name))
         for trainer in self._fleet.of(POLICY_TRAINING):
             await self._send(trainer.name, Save(self._step, str(folder)))
@@ -587,7 +693,7 @@ class Supervisor:
         if shares < len(self._fleet.of(POLICY_TRAINING)):
             return
         try:
-            committed = await self._saver.commit(self._tensors)
+            committed = await self._saver.commit(self._weights.tensors)
         except CheckpointError as error:
             return self._save_failed(str(error))
         self._journal.append(committed)
@@ -619,27 +725,26 @@ class Supervisor:
         self._draining = name
         self._journal.append(record.Drain(reason=name))
         self._observer.note(f"{name}: finishing the step, saving, leaving (once more: leave now)")
-        ready = all(trainer.state is State.READY for trainer in self._fleet.of(POLICY_TRAINING))
-        if not ready or (self._step == 0 and self._training is None):
+        if not self._started or (self._step == 0 and self._training is None):
             self._outcome = Outcome(f"drained before the first step ({name})", finished=False)
-        elif self._training is None and not self._changes.running:
+        elif self._training is None and not self._changes.running and self._hold is None:
             await self._save()
 
     def _check_deadlines(self) -> None:
         now = self._now()
-        if self._visible is None and now - self._began > self._config.bus.start_timeout_s:
+        if not self._started and now - self._began > self._config.bus.start_timeout_s:
             missing = self._fleet.missing(at_least=State.READY) or ["the first weight publication"]
             raise RunFailed(
                 f"not ready after {self._config.bus.start_timeout_s:g} s: {', '.join(missing)}; "
                 "see their logs, or raise bus.start_timeout_s"
             )
-        idle = self._training is None and not self._changes.running
-        if self._visible is not None and idle and now - self._progress_at > STALL_S:
+        idle = self._training is None and not self._changes.running and self._hold is None
+        if self._started and idle and now - self._progress_at > STALL_S:
             self._progress_at = now
             busy = {rollout.name: len(rollout.running) for rollout in self._fleet.of(POLICY_GENERATION)}
-            waiting = self._pacer.choose_batch(self._version)
-            assert isinstance(waiting, Waiting), "a batch that could be chosen was not"
-            log.warning("no progress", why=waiting.why, groups=waiting.groups[:8], running=busy)
+            waiting = self._groups.waits_for(self._version)
+            why = waiting.why if waiting else "the newest weights are not published"
+            log.warning("no progress", why=why, groups=waiting.groups[:8] if waiting else (), running=busy)
 
     # The bus
 

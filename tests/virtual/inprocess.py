@@ -28,7 +28,7 @@ from nereus.errors import NereusError
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import open_dataset
 from nereus.runtime.fleet import Worker
-from nereus.runtime.journal import Journal
+from nereus.runtime.journal import Journal, RunStarted
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.processes import Exited
 from nereus.runtime.supervisor import Supervisor
@@ -69,12 +69,13 @@ class World:
         loop = asyncio.get_running_loop()
         self.journal = Journal(folder / "journal.jsonl", clock=loop.time)
         self.checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+        self.origin = origin or Origin(folder, model_files(folder))
         self.supervisor = Supervisor(
             config,
             initial_plan(config),
             run_id="virtual",
             store="",
-            origin=origin or Origin(folder, model_files(folder)),
+            origin=self.origin,
             endpoint=self.bus.server(SUPERVISOR),
             launcher=self,
             journal=self.journal,
@@ -82,6 +83,21 @@ class World:
             checkpoints=self.checkpoints,
             observer=self,
         )
+
+    def announce(self) -> None:
+        """Say in the journal from where this attempt goes on."""
+        started = RunStarted(
+            run="virtual",
+            attempt=1,
+            config="",
+            data="",
+            seed=self.config.run.seed,
+            wall=0.0,
+            step=self.origin.step,
+            version=self.origin.version,
+            cursor=self.origin.cursor.frontier,
+        )
+        self.journal.append(started)
 
     async def run(self) -> Outcome:
         """Run to the end and leave nothing behind."""

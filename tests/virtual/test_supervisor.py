@@ -144,17 +144,6 @@ def test_a_reward_service_that_dies_is_replaced_and_no_group_is_lost(tmp_path: P
     assert not any("slot" in note for note in world.notes)
 
 
-@pytest.mark.parametrize("victim", ["slot-0", "slot-1", "weights-0"])
-def test_a_lost_trainer_or_relay_ends_the_run_with_its_name_and_the_remedy(tmp_path: Path, victim: str) -> None:
-    config = _config(tmp_path)
-
-    def killer(world: World) -> None:
-        world.on_step = lambda step: world.kill(victim) if step == 6 else None
-
-    with pytest.raises(RunFailed, match=rf"{victim} .* is lost: .*--resume"):
-        _run(lambda: World(config, tmp_path), killer)
-
-
 def _origin(folder: Path) -> Origin:
     """Read the newest checkpoint of a virtual run."""
     newest = sorted((folder / "checkpoints").glob("step_????????"))[-1]
