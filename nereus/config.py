@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -250,6 +251,21 @@ class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """How long one message of a plan change may go unanswered before the change is given up."""
 
 
+class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[emulate]``: slots of a smaller and slower device than the one at hand; 0 leaves a figure as it is."""
+
+    memory_mb: NonNegative = 0
+    """Memory of a slot in MB (10^6 bytes); a step that needs more ends in ``OutOfMemory`` and changes nothing."""
+    gflops: NonNegativeFloat = 0.0
+    """Arithmetic of a slot in 10^9 FLOP/s; a slot that is done earlier sleeps."""
+    memory_gb_s: NonNegativeFloat = 0.0
+    """Bandwidth of a slot's memory in 10^9 bytes/s: what decoding and the optimizer wait for."""
+    link_gb_s: NonNegativeFloat = 0.0
+    """Bandwidth between two slots in 10^9 bytes/s, in each direction: what collectives between slots wait for."""
+    link_latency_us: NonNegativeFloat = 0.0
+    """What starting a message between two slots takes, in microseconds."""
+
+
 class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"async_": "async"}):
     """A whole job."""
 
@@ -265,6 +281,7 @@ class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, r
     bus: BusConfig = BusConfig()
     track: TrackConfig = TrackConfig()
     adapt: AdaptConfig = AdaptConfig()
+    emulate: EmulateConfig = EmulateConfig()
 
 
 def environment() -> Mapping[str, str]:

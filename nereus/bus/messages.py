@@ -277,6 +277,11 @@ class StepReport(Struct, frozen=True, forbid_unknown_fields=True):
     step was skipped."""
     skipped: bool = False
     """True if every rank skipped the update alike because a gradient was not finite."""
+    peak_bytes: Count = 0
+    """Of the fullest trainer slot."""
+    operations: dict[str, float] = {}
+    """Seconds by operation class (control/efficiency.py) on the slot that took longest; of collectives on the one that
+    waited least. The optimizer's are those of the update that the report before was about."""
 
 
 class StepDone(_Message, frozen=True, tag=True):

@@ -31,6 +31,7 @@ def check(job: LoadedJob) -> None:
         _schedule,
         _bus,
         _changes,
+        _emulation,
         _no_effect,
     ):
         for error in rule(job):
@@ -234,6 +235,24 @@ def _bus(job: LoadedJob) -> Iterator[ConfigError]:
             "(bus.heartbeat_s)",
             f"allow at least {2 * bus.heartbeat_s:g} s, better ten heartbeats",
         )
+
+
+def _emulation(job: LoadedJob) -> Iterator[ConfigError]:
+    """Limits are kept by the torch backends, and only a CPU can be slowed down by sleeping."""
+    config = job.config
+    set_keys = [f"emulate.{name}" for name in config.emulate.__struct_fields__ if getattr(config.emulate, name)]
+    for key in set_keys:
+        for side, backend in (("rollout", config.rollout.backend), ("train", config.train.backend)):
+            if backend != "torch":
+                yield job.refuse(
+                    key, f"{side}.backend {backend} keeps no such limit", "use the torch backend, or set it to 0"
+                )
+        if key != "emulate.memory_mb" and config.cluster.device != "cpu":
+            yield job.refuse(
+                key,
+                f"only CPU slots can be slowed down, but cluster.device is {config.cluster.device}",
+                "set it to 0, or cluster.device to cpu",
+            )
 
 
 def _no_effect(job: LoadedJob) -> Iterator[ConfigError]:

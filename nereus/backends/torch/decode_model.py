@@ -91,6 +91,11 @@ class Shape:
         return shapes
 
     @property
+    def parameters(self) -> int:
+        """Count all parameters; a tied head counts once."""
+        return sum(map(math.prod, self.tensors.values()))
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """Alias name -> stored name."""
         return {HEAD: EMBEDDING} if self.tied else {}

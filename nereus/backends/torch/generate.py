@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from nereus.backends.api import Completion, Interrupt, SampleRequest
+from nereus.backends.emulation import GenerationCosts, Pacer
 from nereus.backends.torch.decode_model import Decoder, DecoderWeights, Shape
 from nereus.backends.torch.sampling import Controls, controls, draw, stream_key, uniforms
 from nereus.core.plan import PolicyVersion
@@ -46,6 +48,10 @@ class Counters:
     """Prompt and resubmitted tokens that went through the model."""
     shared_tokens: int = 0
     """Prompt tokens whose cache was copied instead."""
+    cached_tokens: int = 0
+    """Keys and values that decoding has read: for each token drawn, the tokens that it saw."""
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,13 +124,30 @@ class _Slots:
         return np.concatenate((self.request(slot).prompt, drawn))[:-1].astype(np.int64)
 
 
+def needed_bytes(shape: Shape, slots: int, capacity: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return what an engine needs by purpose: old and new weights during a switch, the whole cache, logits."""
+    cached = 2 * shape.layers * slots * capacity * shape.kv_heads * shape.head_dim
+    values = {"weights": 2 * shape.parameters, "KV cache": cached, "logits": slots * shape.vocabulary}
+    return {purpose: count * dtype.itemsize for purpose, count in values.items()}
+
+
 class GenerateEngine:
     """Draws completions, synchronously; for one thread.
 
-    ``slots`` sequences are live at most, each of at most ``capacity`` tokens, prompt included.
+    ``slots`` sequences are live at most, each of at most ``capacity`` tokens, prompt included. With ``costs``, prefill
+    and decode steps take at least as long as on the emulated device.
     """
 
-    def __init__(self, shape: Shape, *, slots: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        slots: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        costs: GenerationCosts | None = None,
+    ) -> None:
         if capacity > shape.context:
             raise ValueError(f"capacity {capacity} exceeds the model's context of {shape.context} tokens")
         self.counters = Counters()
@@ -140,6 +163,8 @@ class GenerateEngine:
         self._last = torch.zeros(slots, dtype=torch.int64, device=device)
         self._positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self._controls = Controls()
+        self._costs = costs
+        self._pacer = Pacer()
 
     @property
     def live(self) -> int:
@@ -251,7 +276,7 @@ class GenerateEngine:
 
     def _prefill(self, of: list[int]) -> None:
         """Compute the caches of these slots under the current weights."""
-        slots = self._slots
+        began, slots = perf_counter(), self._slots
         fed = {slot: slots.fed(slot) for slot in of}
         for slot, tokens in fed.items():
             slots.cached[slot] = len(tokens)
@@ -260,6 +285,10 @@ class GenerateEngine:
         filled = [slot for slot in of if len(fed[slot])]
         if filled:
             self._decoder.prefill(filled, [torch.from_numpy(fed[slot]).to(self._device) for slot in filled])
+            if self._costs is not None:
+                lengths = [len(fed[slot]) for slot in filled]
+                self._pacer.pace(began, self._costs.prefill(sum(lengths), sum(length**2 for length in lengths)))
+        self.counters.prefill_s += perf_counter() - began
 
     def _copy(self, source: list[int], target: list[int], tokens: int) -> None:
         if tokens:
@@ -277,7 +306,7 @@ class GenerateEngine:
         self._controls = controls(*settings, self._shape.vocabulary, self._device)
 
     def _decode(self) -> list[Completion]:
-        slots, live = self._slots, self._live
+        began, slots, live = perf_counter(), self._slots, self._live
         rows = np.arange(live)
         numbers = uniforms(slots.key[:live], slots.count[:live])
         last, positions = self._last[:live], self._positions[:live]
@@ -294,8 +323,13 @@ class GenerateEngine:
         slots.last[:live] = tokens
         slots.count[:live] += 1
         slots.cached[:live] += 1
+        cached = int(slots.cached[:live].sum())
+        if self._costs is not None:
+            self._pacer.pace(began, self._costs.decode(live, cached))
         self.counters.decode_steps += 1
         self.counters.tokens += live
+        self.counters.cached_tokens += cached
+        self.counters.decode_s += perf_counter() - began
         stopped = (slots.stop[:live] == slots.last[:live, None]).any(1)
         over = stopped | (slots.count[:live] >= slots.limit[:live])
         return self._finish(np.flatnonzero(over).tolist(), stopped) if over.any() else []

@@ -268,6 +268,8 @@ class StageModel(nn.Module):  # type: ignore[misc]
         self.head = model.lm_head if self.last else None
         self.rotary = type(model.model.rotary_emb)(config=model.config).to(device)
         self.recompute = recompute
+        self.whole_layers = 0
+        """So many layers are never computed again: to see what one keeps."""
         self.masked = model.config._attn_implementation == "eager"
         self.vocabulary_start = vocabulary_start
         """First token id of this tp rank's part of the vocabulary, or None if it has the whole."""
@@ -280,9 +282,9 @@ class StageModel(nn.Module):  # type: ignore[misc]
         # SDPA and flash attention are causal by themselves when they get no mask; the eager form is not.
         mask = causal_mask(width, hidden) if self.masked else None
         again = self.recompute and torch.is_grad_enabled()
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             arguments = {"attention_mask": mask, "position_ids": positions, "position_embeddings": rotation}
-            if again:
+            if again and number >= self.whole_layers:
                 hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
             else:
                 hidden = layer(hidden, **arguments)

@@ -9,11 +9,14 @@ The consumer is called with (hidden states, number of the micro-batch) on the la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nereus.backends.torch.metering import Meter
 from nereus.backends.torch.model import StageModel
 
 Consumer = Callable[[Tensor, int], Tensor]
@@ -32,8 +35,10 @@ class Pipeline:
         *,
         hidden: int,
         dtype: torch.dtype,
+        meter: Meter,
     ) -> None:
         self._stage = stage
+        self._meter = meter
         self._group = group
         self._pp = pp
         self._pp_rank = pp_rank
@@ -52,9 +57,13 @@ class Pipeline:
     def _loop(self, micro_batches: Sequence[Tensor], consume: Consumer, backward: bool) -> None:
         with torch.set_grad_enabled(backward):
             for number, ids in enumerate(micro_batches):
-                loss = consume(self._stage(ids), number)
+                with self._meter.forward(number):
+                    hidden = self._stage(ids)
+                with self._meter.head(number):
+                    loss = consume(hidden, number)
                 if backward:
-                    loss.backward()
+                    with self._meter.backward(number):
+                        loss.backward()
 
     def _scheduled(self, micro_batches: Sequence[Tensor], consume: Consumer, backward: bool) -> None:
         rows, width = micro_batches[0].shape
@@ -71,7 +80,8 @@ class Pipeline:
 
     def _consume(self, hidden: Tensor, number: Tensor) -> Tensor:
         assert self._consumer is not None
-        return self._consumer(hidden, int(number))
+        with self._meter.head(int(number)):
+            return self._consumer(hidden, int(number))
 
     def _schedule_for(self, count: int, rows: int, width: int, backward: bool):  # type: ignore[no-untyped-def]
         """Return the schedule for this shape; the last one is kept, because making one costs a round of messages."""
@@ -92,6 +102,18 @@ class Pipeline:
             output_args=(hidden,),
             group=self._group,
         )
+        stage.forward_one_chunk = _within(self._meter.forward, stage.forward_one_chunk)
+        stage.backward_one_chunk = _within(self._meter.backward, stage.backward_one_chunk)
         schedule = Schedule1F1B(stage, count, loss_fn=self._consume, scale_grads=False)
         self._schedule = (key, backward, schedule)
         return schedule
+
+
+def _within(context: Callable[[int], AbstractContextManager[None]], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, whose first argument is a micro-batch's number, inside of that number's context."""
+
+    def inside(number: int, *arguments: Any, **options: Any) -> Any:
+        with context(number):
+            return run(number, *arguments, **options)
+
+    return inside

@@ -24,13 +24,15 @@ import msgspec
 import torch
 
 from nereus.backends.api import Completion, Interrupt, SampleRequest
+from nereus.backends.emulation import GenerationCosts, Speeds
 from nereus.backends.torch.decode_model import Shape, read_shape
-from nereus.backends.torch.generate import NO_VERSION, GenerateEngine
+from nereus.backends.torch.generate import NO_VERSION, GenerateEngine, needed_bytes
 from nereus.backends.torch.lent_weights import load_weights
 from nereus.bus.messages import PullFrom
 from nereus.config import JobConfig
 from nereus.core.plan import Emu, Layout, PolicyVersion, SlotId
-from nereus.errors import ConfigError, TransitionError
+from nereus.core.shape import ModelShape
+from nereus.errors import ConfigError, OutOfMemory, TransitionError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _JOIN_S = 30.0
@@ -55,7 +57,10 @@ class TorchRollout:
         self._busy_s = 0.0
 
     async def start(self, model: Path, *, emu: Emu, slot: SlotId) -> None:
-        """Build the engine for the model folder's config.json and start its thread."""
+        """Build the engine for the model folder's config.json and start its thread.
+
+        ``OutOfMemory`` if it needs more than the slot has.
+        """
         if emu.layout != Layout(1, 1):
             raise ConfigError(
                 f"the built-in engine serves t1p1 only, {emu.id} has {emu.layout}",
@@ -65,16 +70,25 @@ class TorchRollout:
         self._loop = asyncio.get_running_loop()
         # One worker, which loads weights; torch's thread count is a property of the calling thread.
         self._loader = ThreadPoolExecutor(1, "weights", initializer=torch.set_num_threads, initargs=(self._threads,))
-        self._shape, self._engine = await self._loop.run_in_executor(self._loader, self._build, model)
+        build = partial(self._build, model, f"{emu.id} on slot {slot}")
+        self._shape, self._engine = await self._loop.run_in_executor(self._loader, build)
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         self._thread.start()
 
-    def _build(self, model: Path) -> tuple[Shape, GenerateEngine]:
-        rollout = self._config.rollout
-        shape = read_shape(model)
+    def _build(self, model: Path, where: str) -> tuple[Shape, GenerateEngine]:
+        rollout, limit_bytes = self._config.rollout, self._config.emulate.memory_mb * 1_000_000
+        shape, slots, device, dtype = read_shape(model), rollout.max_live, self._device, self._dtype
         capacity = min(shape.context, rollout.max_prompt_tokens + rollout.max_new_tokens)
-        slots = rollout.max_live
-        return shape, GenerateEngine(shape, slots=slots, capacity=capacity, device=self._device, dtype=self._dtype)
+        self._needed_bytes = needed_bytes(shape, slots, capacity, dtype)
+        if limit_bytes and sum(self._needed_bytes.values()) > limit_bytes:
+            raise OutOfMemory(where, self._needed_bytes, limit_bytes)
+        speeds = Speeds.of(self._config.emulate)
+        costs = None if speeds is None else GenerationCosts(speeds, _sizes(shape), dtype.itemsize)
+        try:
+            return shape, GenerateEngine(shape, slots=slots, capacity=capacity, device=device, dtype=dtype, costs=costs)
+        except torch.OutOfMemoryError as error:
+            whole = torch.cuda.get_device_properties(device).total_memory
+            raise OutOfMemory(where, self._needed_bytes, whole) from error
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Draw one completion; cancelling aborts the sequence."""
@@ -122,10 +136,19 @@ class TorchRollout:
             "tokens": counters.tokens,
             "prefill_tokens": counters.prefill_tokens,
             "shared_tokens": counters.shared_tokens,
+            "cached_tokens": counters.cached_tokens,
+            "decode_s": counters.decode_s,
+            "prefill_s": counters.prefill_s,
+            "peak_bytes": self._peak_bytes(),
             "busy_s": self._busy_s,
             "live": engine.live,
             "waiting": engine.waiting,
         }
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return sum(self._needed_bytes.values())
 
     async def close(self) -> None:
         """Stop the thread after its current step; calls that still wait fail."""
@@ -204,6 +227,22 @@ class TorchRollout:
                 error = TransitionError(str(failure))
                 error.__cause__ = failure
                 future.set_exception(error)
+
+
+def _sizes(shape: Shape) -> ModelShape:
+    return ModelShape(
+        shape.layers,
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.intermediate,
+        shape.vocabulary,
+        shape.context,
+        shape.tied,
+        shape.qkv_bias,
+        shape.qk_norm,
+    )
 
 
 def _cancel(engine: GenerateEngine, ticket: str) -> None:

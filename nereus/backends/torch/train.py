@@ -32,11 +32,13 @@ from torch import Tensor, nn
 
 from nereus.algo.advantage import zero_std_groups
 from nereus.backends.api import TrainBatch
+from nereus.backends.emulation import Speeds, TrainingCosts
 from nereus.backends.holdings import Holdings
 from nereus.backends.torch import checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
 from nereus.backends.torch.groups import TrainerGroups, form_trainer_groups
 from nereus.backends.torch.loss import METRICS, grpo_loss, log_probabilities
+from nereus.backends.torch.metering import Buffers, Meter, Shape
 from nereus.backends.torch.model import (
     DTYPES,
     Holding,
@@ -50,8 +52,11 @@ from nereus.backends.torch.sharing import broadcast_batch
 from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
 from nereus.bus.messages import Loan, Receipt, Standing, StepReport
 from nereus.config import JobConfig
+from nereus.control.efficiency import CLASSES, OperationClass
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
-from nereus.errors import ConfigError, TransitionError
+from nereus.core.shape import ModelShape
+from nereus.core.units import GIB
+from nereus.errors import ConfigError, NereusError, OutOfMemory, TransitionError
 from nereus.transition import reshard
 from nereus.transition.checksum import piece_checksum
 from nereus.transition.primitive import Replica
@@ -62,6 +67,8 @@ _log = structlog.get_logger()
 RATIO_TOLERANCE = 1e-3
 _FEW_LARGEST = 2
 _CLOCKS = ("forward_backward", "reduce", "optimizer", "share")
+_WAITING = frozenset(kind for kind in CLASSES if kind.endswith(("/in_node", "/cross_node")))
+"""Who comes late to a collective waits least, and tells best what the collective takes."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ class TorchTrainer:
         self._optimizer: FlatAdamW | None = None
         self._share_of_policy: _Share | None = None
         self._share_of_reference: _Share | None = None
+        self._kept_meter: Meter | None = None
         self._step = 0
         self._self_checked = False
         self._ready: _Update | None = None
@@ -196,6 +204,7 @@ class TorchTrainer:
         if blueprint.vocabulary % layout.tp:
             _log.info("vocabulary kept whole on every tp rank", vocabulary=blueprint.vocabulary, tp=layout.tp)
         optimizer.refresh()
+        self._kept_meter = None
         self._share_of_policy = self._build(blueprint.build(), optimizer.compute, self._train.recompute)
         self._collect_gradients(self._share_of_policy)
         self._share_of_reference = None
@@ -210,10 +219,48 @@ class TorchTrainer:
         stage, parameters = materialize(
             model, self._share_room.entries, flat, layout, place.index, tp_group=groups.tp, recompute=recompute
         )
+        if self._kept_meter is None:  # the policy is built first
+            self._kept_meter = self._make_meter(stage)
         pipeline = Pipeline(
-            stage, groups.pp, layout.pp, place.pp_rank, hidden=model.config.hidden_size, dtype=self._dtype
+            stage,
+            groups.pp,
+            layout.pp,
+            place.pp_rank,
+            hidden=model.config.hidden_size,
+            dtype=self._dtype,
+            meter=self._kept_meter,
         )
         return _Share(stage, parameters, pipeline)
+
+    def _make_meter(self, stage: StageModel) -> Meter:
+        place, emulate = self._placed, self._config.emulate
+        layout, speeds, known = place.emu.layout, Speeds.of(emulate), self._known.config
+        costs = None
+        if speeds is not None:
+            shape = ModelShape.from_config(known.to_dict())
+            costs = TrainingCosts(speeds, shape, layout, place.pp_rank, self._dtype.itemsize)
+        columns = known.vocab_size // (1 if stage.vocabulary_start is None else layout.tp)
+        return Meter(
+            stage,
+            self._buffers,
+            where=self._where,
+            ranks_left=layout.pp - place.pp_rank,
+            vocabulary_bytes=columns * exact_dtype(self._dtype).itemsize,
+            limit_bytes=emulate.memory_mb * 1_000_000,
+            costs=costs,
+            between=OperationClass.MEMORY if layout.tp == 1 else OperationClass.ALLREDUCE_IN_NODE,
+        )
+
+    def _buffers(self) -> Buffers:
+        """Return the state of this slot by purpose; parameters in the masters' precision are the masters."""
+        optimizer, reference = self._policy_optimizer, self._share_of_reference
+        return {
+            "masters": [optimizer.master],
+            "gradient": [optimizer.gradient],
+            "moments": list(optimizer.moments.values()),
+            "parameters": [optimizer.compute],
+            "reference": list(reference.parameters.values()) if reference is not None else [],
+        }
 
     def _read_weights(self, folder: Path, flat: Tensor) -> int:
         entries = self._share_room.entries
@@ -267,6 +314,16 @@ class TorchTrainer:
         if self._share_of_policy is None:
             raise ValueError("this slot has not loaded a model yet")
         return self._share_of_policy
+
+    @property
+    def _where(self) -> str:
+        return f"{self._placed.emu.id} on slot {self._placed.emu.slots[self._placed.index]}"
+
+    @property
+    def _meter(self) -> Meter:
+        if self._kept_meter is None:
+            raise ValueError("this slot has not loaded a model yet")
+        return self._kept_meter
 
     @property
     def _known(self) -> Blueprint:
@@ -330,8 +387,9 @@ class TorchTrainer:
         """Make one training step: ``train.minibatches`` optimizer updates from the samples of ``batch``.
 
         The last collective of the step is the agreement to apply its last update: no slot gets past it before every
-        slot has come to it with the update ready, and after it nothing can fail. ``TransitionError`` if a peer is lost;
-        this slot's groups are broken then and have been left, and ``standing`` tells how far it has come.
+        slot has come to it with the update ready, and after it nothing can fail. ``TransitionError`` if a peer is lost,
+        ``OutOfMemory`` before any update if this slot has too little memory for the step; this slot's groups are broken
+        then and have been left, and ``standing`` tells how far it has come.
         """
         began = perf_counter()
         check_batch(batch, self._known.vocabulary)
@@ -348,7 +406,7 @@ class TorchTrainer:
                 if update is not None:
                     self._torn = True  # until the last update is applied, the state is that of no step
                     self._apply(update)
-                self._backward(number.blocks, totals)
+                self._backward(number.blocks, totals, cuts)
                 norms.append(self._reduce())
                 update = self._prepare(batch, norms[-1])
             assert update is not None, "a step has at least one update"
@@ -379,8 +437,11 @@ class TorchTrainer:
 
     def _apply(self, update: _Update) -> None:
         if not update.skipped:
-            with self._timed("optimizer"):
-                self._policy_optimizer.step(update.rate, update.scale)
+            optimizer = self._policy_optimizer
+            master, compute = optimizer.master, optimizer.compute
+            rounded_bytes = 0 if compute is master else compute.itemsize
+            with self._timed("optimizer"), self._meter.update(master.numel(), master.itemsize, rounded_bytes):
+                optimizer.step(update.rate, update.scale)
 
     def _finish(self, update: _Update) -> None:
         """Apply the last update of a step."""
@@ -409,7 +470,8 @@ class TorchTrainer:
             return hidden.new_zeros(())
 
         if blocks:
-            share.pipeline.run([block.ids for block in blocks], keep, backward=False)
+            with self._meter.passes(_shapes(blocks)):
+                share.pipeline.run([block.ids for block in blocks], keep, backward=False)
         return [
             block._replace(targets=block.targets._replace(**{field: found[number]})) if number in found else block
             for number, block in enumerate(blocks)
@@ -428,8 +490,9 @@ class TorchTrainer:
             with_entropy_gradient=self._train.loss.entropy_coefficient != 0,
         )
 
-    def _backward(self, blocks: list[Block], totals: _Totals) -> None:
+    def _backward(self, blocks: list[Block], totals: _Totals, cuts: list[Cut]) -> None:
         share = self._policy
+        step = [shape for part in cuts for shape in _shapes(part.blocks)]
 
         def consume(hidden: Tensor, number: int) -> Tensor:
             block = blocks[number]
@@ -444,7 +507,8 @@ class TorchTrainer:
         with self._timed("forward_backward"):
             self._policy_optimizer.gradient.zero_()
             if blocks:
-                share.pipeline.run([block.ids for block in blocks], consume, backward=True)
+                with self._meter.passes(_shapes(blocks), step):
+                    share.pipeline.run([block.ids for block in blocks], consume, backward=True)
 
     def _reduce(self) -> float:
         """Sum the gradient over replicas and over the slots that share a tensor; return its global norm.
@@ -459,7 +523,8 @@ class TorchTrainer:
             if groups.tp is not None and summed.start < summed.stop:
                 dist.all_reduce(gradient[summed], group=groups.tp)
             if groups.dp is not None:
-                dist.all_reduce(gradient, group=groups.dp)
+                with self._meter.gradients(gradient.nbytes, self._placed.replication.dp):
+                    dist.all_reduce(gradient, group=groups.dp)
             counted = [gradient[self._slice(Holding.SHARDED)]]
             if self._placed.tp_rank == 0:
                 counted.append(gradient[self._slice(Holding.REPLICATED, Holding.SUMMED)])
@@ -495,19 +560,25 @@ class TorchTrainer:
         counts = place.pp_rank == place.emu.layout.pp - 1 and place.tp_rank == 0
         sums = torch.cat((totals.loss[None], totals.sums)) * counts
         clocks = [self._seconds[name] for name in _CLOCKS]
-        largest = torch.cat((totals.largest, torch.tensor([*clocks, perf_counter() - began], dtype=torch.float64)))
+        measured = self._meter.operations()
+        kinds = [measured.get(kind, 0.0) * (-1 if kind in _WAITING else 1) for kind in CLASSES]
+        numbers = [*clocks, perf_counter() - began, float(self._peak_bytes()), *kinds]
+        largest = torch.cat((totals.largest, torch.tensor(numbers, dtype=torch.float64)))
         if self._groups.everyone is not None:
             dist.all_reduce(sums, group=self._groups.everyone)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._groups.everyone)
         self._seconds = dict.fromkeys(_CLOCKS, 0.0)
+        self._meter.forget()
         drawn, fed = sum(part.tokens for part in cuts), sum(part.fed_tokens for part in cuts)
         loss, *means = sums.tolist()
-        log_ratio, distance, *clocks, seconds = largest.tolist()
+        log_ratio, distance, *numbers = largest.tolist()
+        clocks, (seconds, peak, *kinds) = numbers[: len(_CLOCKS)], numbers[len(_CLOCKS) :]
         metrics = {
             "loss": loss / len(cuts),
             "optim/grad_norm": math.nan if skipped else sum(norms) / len(norms),
             "optim/lr": last.rate,
             "perf/tokens_per_s": fed / max(seconds, 1e-9),
+            "perf/peak_mem_gib": peak / GIB,
             **{f"timing_s/{name}": clock for name, clock in zip(_CLOCKS, clocks, strict=True)},
             **_batch_metrics(batch),
         }
@@ -517,7 +588,15 @@ class TorchTrainer:
             metrics |= self._self_check(batch, log_ratio, distance)
         if self._share_of_reference is None:
             metrics.pop("kl/ref", None)
-        return StepReport(batch.step, batch.version, seconds, fed, metrics, skipped)
+        operations = {str(kind): abs(value) for kind, value in zip(CLASSES, kinds, strict=True) if value}
+        return StepReport(batch.step, batch.version, seconds, fed, metrics, skipped, int(peak), operations)
+
+    def _peak_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return sum(self._meter.needed_bytes.values())
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(peak)
 
     def _self_check(self, batch: TrainBatch, log_ratio: float, distance: float) -> dict[str, float]:
         """On the first step that is all on-policy, compare the trainer's log-probabilities with the sampler's."""
@@ -643,7 +722,7 @@ class TorchTrainer:
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""
-        self._share_of_policy = self._share_of_reference = None
+        self._share_of_policy = self._share_of_reference = self._kept_meter = None
         self._groups.leave()
         self._groups = TrainerGroups()
 
@@ -657,23 +736,47 @@ class TorchTrainer:
     def _bounded(self, what: str) -> Iterator[None]:
         """Turn a broken collective into a ``TransitionError``; let go of all groups at once, which frees the peers.
 
-        Masters and moments stay; the slot must be assigned and its share be built anew.
+        So does a slot that has too little memory (``OutOfMemory``). Masters and moments stay; the slot must be assigned
+        and its share be built anew.
         """
         try:
             yield
-        except RuntimeError as error:
-            if not _is_collective(error):
+        except (RuntimeError, OutOfMemory) as error:
+            failure = self._failure(what, error)
+            if failure is None:
                 raise
-            place = self._placed
             self.close()
-            traceback.clear_frames(error.__traceback__)  # the frames hold groups, and a group closes when nobody does
+            for cause in _causes(error):  # the frames hold groups, and a group closes when nobody does
+                traceback.clear_frames(cause.__traceback__)
             gc.collect()
-            raise TransitionError(
-                f"{what} of {place.emu.id} on slot {place.emu.slots[place.index]} lost a peer: {error}"
-            ) from error
+            raise failure from (None if failure is error else error)
+
+    def _failure(self, what: str, error: Exception) -> NereusError | None:
+        """Return what ``error`` means; None if it is a bug."""
+        causes = list(_causes(error))
+        if isinstance(error, OutOfMemory):
+            return error
+        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
+            return self._exhausted()
+        if any(map(_is_collective, causes)):
+            return TransitionError(f"{what} of {self._where} lost a peer: {causes[-1]}")
+        return None
+
+    def _exhausted(self) -> OutOfMemory:
+        """Say what the device held when it had no more to give."""
+        needed = self._meter.needed_bytes
+        needed["other"] = max(0, torch.cuda.max_memory_allocated(self._device) - sum(needed.values()))
+        return OutOfMemory(self._where, needed, torch.cuda.get_device_properties(self._device).total_memory)
 
 
-def _is_collective(error: RuntimeError) -> bool:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from: a pipelined pass wraps what its stage raises."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_collective(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "by peer", "timed out"))
 
@@ -707,6 +810,10 @@ def _write_box(shared: mmap.mmap, offset: int, shape: tuple[int, ...], piece: Pi
     del whole  # the map cannot be closed while an array looks into it
 
 
+def _shapes(blocks: Sequence[Block]) -> list[Shape]:
+    return [Shape(block.ids.shape[0], block.ids.shape[1], len(block.positions)) for block in blocks]
+
+
 def _on_policy(batch: TrainBatch) -> bool:
     """Say whether the policy that trains has sampled all of the batch."""
     return bool(len(batch.versions) and (batch.versions == batch.version).all())
@@ -715,11 +822,15 @@ def _on_policy(batch: TrainBatch) -> bool:
 def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return what can be told from the samples alone; rewards that are None count nowhere."""
     rewards = batch.rewards[~np.isnan(batch.rewards)]
+    both = batch.prompt_lengths + batch.lengths
     metrics = {
         "response_length/mean": float(batch.lengths.mean()),
+        "response_length/p95": float(np.percentile(batch.lengths, 95)),
         "response_length/max": float(batch.lengths.max()),
         "response_length/min": float(batch.lengths.min()),
         "prompt_length/mean": float(batch.prompt_lengths.mean()),
+        "length/mean": float(both.mean()),
+        "length/p95": float(np.percentile(both, 95)),
         "reward/none": float(len(batch.rewards) - len(rewards)),
         "reward/zero_std_groups": float(zero_std_groups(batch.rewards, batch.group_of)),
     }
