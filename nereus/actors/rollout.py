@@ -29,6 +29,7 @@ from nereus.bus.messages import (
     Assign,
     Commit,
     Fault,
+    Generated,
     Grant,
     Group,
     GroupFailed,
@@ -96,6 +97,7 @@ class RolloutActor:
         self._links = Links(wiring)
         self._transcript = transcript
         self._collector = ""
+        self._told: dict[str, float] = {}
         self._finished: dict[int, FinishedGroup] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._handing: set[asyncio.Task[None]] = set()
@@ -165,6 +167,17 @@ class RolloutActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed.put_nowait(error)
 
+    def _generated(self) -> Generated:
+        """Return what the engine has done since the last call."""
+        now, before = self._backend.stats(), self._told
+        self._told = now
+        seconds = {name: now.get(name, 0.0) - before.get(name, 0.0) for name in ("decode_s", "prefill_s")}
+        counts = {
+            name: int(now.get(name, 0) - before.get(name, 0))
+            for name in ("decode_steps", "tokens", "cached_tokens", "prefill_tokens")
+        }
+        return msgspec.convert({**seconds, **counts, "peak_bytes": int(now.get("peak_bytes", 0))}, Generated)
+
     async def _switch(self, version: int) -> None:
         """Take over new weights; when the relay is lost, go on with the old ones until it is back."""
         began = perf_counter()
@@ -181,7 +194,8 @@ class RolloutActor:
         finally:
             with contextlib.suppress(PeerLost):  # then the loan has ended with the relay
                 await link.request(RELAY, PullDone(source.version, self._control.name), timeout_s=PULL_TIMEOUT_S)
-        live = WeightsLive(source.version, source.checksum, perf_counter() - began, interrupted)
+        generated = self._generated()
+        live = WeightsLive(source.version, source.checksum, perf_counter() - began, interrupted, generated)
         await self._control.send(SUPERVISOR, live)
 
     def _start(self, spec: GroupSpec) -> None:

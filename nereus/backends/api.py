@@ -70,7 +70,8 @@ class RolloutBackend(Protocol):
     def version(self) -> PolicyVersion: ...
 
     def stats(self) -> dict[str, float]:
-        """Counters since start: ``decode_steps``, ``tokens``, ``prefill_tokens``, ``busy_s``, ``live``."""
+        """Counters since start: ``live``, and where they are known ``decode_steps``, ``tokens``, ``prefill_tokens``,
+        ``cached_tokens``, ``decode_s``, ``prefill_s``, ``busy_s`` (see ``messages.Generated``); ``peak_bytes``."""
 
     async def close(self) -> None: ...
 

@@ -409,6 +409,20 @@ class PullDone(_Message, frozen=True, tag=True):
     reader: Name
 
 
+class Generated(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a generation engine has done since it last told, and the memory that it takes."""
+
+    decode_s: Seconds = 0.0
+    decode_steps: Count = 0
+    tokens: Count = 0
+    """Drawn, in ``decode_steps`` forward passes over all live sequences."""
+    cached_tokens: Count = 0
+    """For each token drawn, the tokens that it saw: how many keys and values were read in each layer."""
+    prefill_s: Seconds = 0.0
+    prefill_tokens: Count = 0
+    peak_bytes: Count = 0
+
+
 class WeightsLive(_Message, frozen=True, tag=True):
     """Rollout -> supervisor: from the next token on, this unit samples from ``version``. The safe boundary."""
 
@@ -417,6 +431,7 @@ class WeightsLive(_Message, frozen=True, tag=True):
     seconds: Seconds
     interrupted: Count = 0
     """Sequences that were in flight at the switch."""
+    generated: Generated = Generated()
 
 
 # Transitions: state moves between slots while the plan in force stays untouched, until Commit

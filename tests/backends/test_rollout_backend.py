@@ -16,9 +16,10 @@ import torch
 from nereus.backends.api import SampleRequest
 from nereus.backends.torch.rollout import TorchRollout
 from nereus.bus.messages import PullFrom
-from nereus.config import ClusterConfig, JobConfig, ModelConfig, RolloutConfig
+from nereus.config import ClusterConfig, EmulateConfig, JobConfig, ModelConfig, RolloutConfig
 from nereus.core.plan import POLICY_GENERATION, Emu, Layout
-from nereus.errors import ConfigError, TransitionError
+from nereus.core.shape import ModelShape
+from nereus.errors import ConfigError, OutOfMemory, TransitionError
 from nereus.transition.checksum import tensors_checksum
 from nereus.transition.reshard import TensorSpec
 from tests.backends import generate_models as models
@@ -49,9 +50,9 @@ def lend(folder: Path, version: int, dtype: str = "float64") -> PullFrom:
 
 
 @asynccontextmanager
-async def backend(folder: Path) -> AsyncIterator[TorchRollout]:
+async def backend(folder: Path, job: JobConfig = JOB) -> AsyncIterator[TorchRollout]:
     models.CONFIG.save_pretrained(folder)
-    made = TorchRollout(JOB)
+    made = TorchRollout(job)
     try:
         await made.start(folder, emu=Emu(POLICY_GENERATION, 0, Layout(1, 1), (0,)), slot=0)
         yield made
@@ -85,7 +86,44 @@ def test_completions_come_from_the_lent_weights(tmp_path: Path) -> None:
                 assert set(completion.versions.tolist()) == {5}
             stats = rollout.stats()
             assert (stats["tokens"], stats["live"], stats["prefill_tokens"]) == (90, 0, stats["prefill_tokens"])
-            assert stats["busy_s"] > 0
+            assert stats["busy_s"] > stats["decode_s"] + stats["prefill_s"] > 0
+            # Two prompt tokens are cached before the first step, which adds the third: it sees 3, 4, ..., 12.
+            assert stats["cached_tokens"] == 9 * sum(range(3, 13))
+
+    run(test)
+
+
+def test_decoding_is_as_slow_as_the_emulated_memory(tmp_path: Path) -> None:
+    slow = msgspec.structs.replace(JOB, emulate=EmulateConfig(memory_gb_s=0.005))
+
+    async def test() -> None:
+        async with backend(tmp_path, slow) as rollout:
+            await rollout.switch(lend(tmp_path, 5), interrupt="keep")
+            await asyncio.gather(*(rollout.generate(asked(index)) for index in range(4)))
+            stats = rollout.stats()
+            shape = ModelShape.from_config(models.CONFIG.to_dict())
+            weights = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
+            cache = shape.layers * shape.kv_values_per_token * stats["cached_tokens"]
+            assert stats["decode_s"] >= 0.99 * (stats["decode_steps"] * weights + cache) * 8 / 0.005e9
+
+    run(test)
+
+
+def test_an_engine_that_is_too_big_is_refused_by_purpose(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with backend(tmp_path) as rollout:
+            needed = rollout.stats()["peak_bytes"]
+            assert needed == sum(rollout._needed_bytes.values())
+            assert rollout._needed_bytes["KV cache"] == rollout._engine._decoder.cache_bytes()
+            stored = sum(tensor.numel() for tensor in models.tensors(1).values())
+            assert rollout._needed_bytes["weights"] == 2 * 8 * stored
+        big = msgspec.structs.replace(JOB.rollout, max_live=4 + int(4e6 / needed * 4))
+        limited = msgspec.structs.replace(JOB, rollout=big, emulate=EmulateConfig(memory_mb=1))
+        with pytest.raises(
+            OutOfMemory, match=r"policy.generation/0 on slot 0 needs .* MB \(KV cache .*its limit is 1.0"
+        ):
+            async with backend(tmp_path, limited):
+                pass
 
     run(test)
 

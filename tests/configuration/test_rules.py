@@ -45,6 +45,9 @@ def load(text: str) -> LoadedJob:
         ("data.prompt_key=q", ("no effect", "reasoning_gym:chain_sum")),
         ("data.source=a.jsonl reward.function=m:f data.options.x=1", ("data.options.x", "no effect", "is a file")),
         ("data.chat=true data.template={prompt}!", ("no effect", "chat template")),
+        ("emulate.gflops=1 cluster.device=cuda", ("emulate.gflops", "only CPU slots", "cuda")),
+        ("emulate.memory_mb=9 train.backend=fake", ("emulate.memory_mb", "train.backend fake", "torch backend")),
+        ("emulate.link_gb_s=1 rollout.backend=vllm", ("emulate.link_gb_s", "rollout.backend vllm")),
     ],
 )
 def test_contradictions_are_refused(text: str, parts: tuple[str, ...]) -> None:
@@ -90,6 +93,8 @@ def test_plan_changes_that_fit_pass() -> None:
         "data.source=rows.jsonl reward.function=m:f",
         "model.path= model.recipe=r.toml",
         "train.loss.correction=none train.loss.correction_cap=2.0",
+        "emulate.gflops=1 emulate.memory_mb=100 emulate.memory_gb_s=2 emulate.link_gb_s=1 emulate.link_latency_us=50",
+        "emulate.memory_mb=100 cluster.device=cuda",
     ],
 )
 def test_sound_jobs_pass(text: str) -> None:
