@@ -55,6 +55,9 @@ class ClusterConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Library for collectives between trainer slots; nccl needs cuda."""
     threads_per_slot: Positive = 1
     """CPU threads of each slot's process."""
+    profile: str = ""
+    """What the planner takes a slot and its links to be: a profile of ``profiles/clusters`` or a TOML file. Empty: the
+    profile ``cpu`` for CPU slots."""
     group_timeout_s: PositiveFloat = 60.0
     """How long a collective may take before its peers count as lost."""
 
@@ -243,8 +246,18 @@ class TrackConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[adapt]``"""
+    """``[adapt]``: changes of the plan while the job runs."""
 
+    mode: Literal["off", "on", "replicas"] = "off"
+    """``on``: change layouts and the split between training and generation when the savings repay the change, or when
+    the plan cannot go on. ``replicas``: change only how many units there are. ``off``: only what ``at`` asks for."""
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """A change must pay for itself within this share of the steps that its cause is expected to last; 0: urgent changes
+    only."""
+    calibrate_steps: Positive = 4
+    """Steps after which the plan of the job file is compared with what was measured."""
+    patience_s: PositiveFloat = 60.0
+    """How long a lost slot may take to come back before the plan does without it."""
     at: str = ""
     """Plan changes, such as "20 d1t2p1 d2t1p1; 40 d2t1p1 d1t1p1": after step 20 train as d1t2p1, generate as d2t1p1."""
     timeout_s: PositiveFloat = 120.0
@@ -264,6 +277,9 @@ class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Bandwidth between two slots in 10^9 bytes/s, in each direction: what collectives between slots wait for."""
     link_latency_us: NonNegativeFloat = 0.0
     """What starting a message between two slots takes, in microseconds."""
+    slots: str = ""
+    """A pool that shrinks and grows, such as "12 4; 24 6": after step 12 the job has 4 slots, after step 24 it has 6. Needs
+    ``adapt.mode``."""
 
 
 class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"async_": "async"}):

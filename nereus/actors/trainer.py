@@ -59,7 +59,7 @@ from nereus.bus.messages import (
 )
 from nereus.bus.shared import SHARED_MEMORY, make_private_file
 from nereus.core.plan import POLICY_TRAINING, SlotId
-from nereus.errors import CheckpointError, NereusError, ProtocolError, TransitionError
+from nereus.errors import CheckpointError, NereusError, OutOfMemory, ProtocolError, TransitionError
 
 Result = TypeVar("Result")
 
@@ -353,9 +353,10 @@ class TrainerActor:
         batch = make_batch(train.step, train.version, self._collector.take(train.groups)) if self._lead else None
         try:
             report = await self._run(lambda: self._backend.train(self._backend.share(batch)))
-        except TransitionError as error:
+        except (TransitionError, OutOfMemory) as error:
             self._apart = True
-            await self._control.send(SUPERVISOR, StepFailed(train.step, str(error)))
+            needed = sum(error.needed_bytes.values()) if isinstance(error, OutOfMemory) else 0
+            await self._control.send(SUPERVISOR, StepFailed(train.step, str(error), needed))
             return
         await self._control.send(SUPERVISOR, StepDone(report, self._emu.emu.id))
         version = train.version + 1

@@ -296,6 +296,8 @@ class StepFailed(_Message, frozen=True, tag=True):
 
     step: Count
     reason: Text
+    peak_bytes: Count = 0
+    """What the fullest moment would have taken, where that was more than the slot has."""
 
 
 class Stand(_Message, frozen=True, tag=True):

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from nereus.configuration import schema
 from nereus.configuration.job import LoadedJob
 from nereus.configuration.render import setting
-from nereus.core.change import parse_changes
+from nereus.core.change import parse_changes, parse_supply
 from nereus.core.plan import Layout, Replication
+from nereus.core.profiles import load_cluster, profile_names
 from nereus.errors import ConfigError
 
 _LAYOUT_KEYS = ("rollout.layout", "train.layout")
@@ -31,6 +32,7 @@ def check(job: LoadedJob) -> None:
         _schedule,
         _bus,
         _changes,
+        _adaptation,
         _emulation,
         _no_effect,
     ):
@@ -237,10 +239,41 @@ def _bus(job: LoadedJob) -> Iterator[ConfigError]:
         )
 
 
+def _adaptation(job: LoadedJob) -> Iterator[ConfigError]:
+    """What decides about plans must know the devices, and a pool that changes needs somebody who decides."""
+    config = job.config
+    adapts = config.adapt.mode != "off"
+    if adapts and config.cluster.device != "cpu" and not config.cluster.profile:
+        yield job.refuse(
+            "cluster.profile",
+            f"adapt.mode {config.adapt.mode} compares plans, and nothing says how fast {config.cluster.device} slots are",
+            f"name one of {', '.join(profile_names('clusters'))}, or a file like those of profiles/clusters",
+        )
+    if config.cluster.profile:
+        load_cluster(config.cluster.profile, config.cluster.slots)
+    try:
+        supply = parse_supply(config.emulate.slots)
+    except ValueError as error:
+        yield job.refuse("emulate.slots", str(error), 'write it like "12 4; 24 6": after step 12 there are 4 slots')
+        return
+    if supply and not adapts:
+        yield job.refuse(
+            "emulate.slots", "the plan of a job without adapt.mode does not follow its pool", 'set adapt.mode to "on"'
+        )
+    most = max((one.slots for one in supply), default=0)
+    if most > config.cluster.slots:
+        yield job.refuse(
+            "emulate.slots",
+            f"{most} slots are more than cluster.slots {config.cluster.slots}",
+            "raise cluster.slots: it is the most that the pool ever has",
+        )
+
+
 def _emulation(job: LoadedJob) -> Iterator[ConfigError]:
     """Limits are kept by the torch backends, and only a CPU can be slowed down by sleeping."""
     config = job.config
-    set_keys = [f"emulate.{name}" for name in config.emulate.__struct_fields__ if getattr(config.emulate, name)]
+    limits = (name for name in config.emulate.__struct_fields__ if name != "slots")
+    set_keys = [f"emulate.{name}" for name in limits if getattr(config.emulate, name)]
     for key in set_keys:
         for side, backend in (("rollout", config.rollout.backend), ("train", config.train.backend)):
             if backend != "torch":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.control.candidates import Priced, Space, price
 from nereus.control.cost import Recompute
@@ -103,12 +104,12 @@ def as_replicated(pricing: Pricing, stage: ModelStage, replication: Replication)
     The list of a pool of just the units' slots, shares of the batch uneven where need be, names their number.
     """
     pool = pricing.cluster.resized(replication.slots)
-    space = Space(
+    space = replace(
+        pricing.space,
         largest_tp=replication.layout.tp,
         largest_pp=replication.layout.pp,
         tp_across_nodes=True,
         uneven=True,
-        recompute=pricing.space.recompute,
     )
     priced = pricing.list_of(stage, pool, space)
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from nereus.control.cost import Passes, Recompute, Setups, pass_work
+from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Passes, Recompute, Setups, pass_work
 from nereus.control.efficiency import Array, Efficiencies, Work
 from nereus.control.generation import generation_work, peak_context
 from nereus.control.memory import (
@@ -55,6 +55,17 @@ class Space(Struct, frozen=True):
     """Also replica counts by which the batch does not divide (losses are normalized by global token counts)."""
     recompute: tuple[bool, ...] = (False, True)
     generation_pp: bool = True
+    micro_batch_tokens: int = 0
+    """What trainers pack into a micro-batch, where that is given; 0: any number of sequences up to the largest."""
+    max_live: int = 0
+    """Sequences that an engine has room for, where that is given; 0: any number."""
+    compute_bytes: float = COMPUTE_BYTES
+    """Of a weight or activation. A 32-bit or wider model is its own master."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a master, a moment or a gradient."""
+        return max(self.compute_bytes, STATE_BYTES)
 
 
 class Priced(Struct, frozen=True, eq=False):
@@ -154,7 +165,7 @@ def _price_passes(stage: ModelStage, shape: ModelShape, workload: Workload, clus
         (layout, dp, micro, again)
         for layout in layouts(shape, cluster, space)
         for dp in _replicas(samples, pool // layout.slots, space.uneven)
-        for micro in _powers(min(LARGEST_MICRO_BATCH, max(1, samples // dp)))
+        for micro in _micro_batches(samples // dp, workload, space)
         if space.uneven or samples % (dp * micro) == 0
         for again in recompute
     ]
@@ -165,12 +176,32 @@ def _price_passes(stage: ModelStage, shape: ModelShape, workload: Workload, clus
     )
     head = stage.model in ("policy", "reference")
     work = pass_work(shape, cluster, setups, passes, head=head)
-    tokens = np.maximum(workload.longest, setups.micro_batch * workload.mean_tokens)
+    share = samples * workload.mean_tokens / setups.dp
+    packed = np.minimum(space.micro_batch_tokens, share) if space.micro_batch_tokens else 0.0
+    tokens = np.maximum(workload.longest, np.maximum(packed, setups.micro_batch * workload.mean_tokens))
     """Micro-batches are packed by tokens, and the longest sequence must fit into one."""
     if not training:
-        return Priced(setups, work, scoring_memory(shape, setups, tokens, head=head))
+        memory = scoring_memory(shape, setups, tokens, compute_bytes=space.compute_bytes, head=head)
+        return Priced(setups, work, memory)
     micro_batches = np.ceil(samples / (setups.dp * setups.micro_batch))
-    return Priced(setups, work, training_memory(shape, setups, tokens, micro_batches, head=head))
+    memory = training_memory(
+        shape,
+        setups,
+        tokens,
+        micro_batches,
+        compute_bytes=space.compute_bytes,
+        state_bytes=space.state_bytes,
+        gradient_bytes=space.state_bytes,
+        head=head,
+    )
+    return Priced(setups, work, memory)
+
+
+def _micro_batches(most: int, workload: Workload, space: Space) -> list[int]:
+    """Return how many sequences a micro-batch may hold."""
+    if space.micro_batch_tokens:
+        return [max(1, min(most, round(space.micro_batch_tokens / workload.mean_tokens)))]
+    return _powers(min(LARGEST_MICRO_BATCH, max(1, most)))
 
 
 def _price_generation(
@@ -183,14 +214,15 @@ def _price_generation(
         for layout in layouts(shape, cluster, space)
         if space.generation_pp or layout.pp == 1
         for dp in _replicas(workload.groups, pool // layout.slots, space.uneven)
-        for live in _live(math.ceil(sequences / dp))
+        for live in ([space.max_live] if space.max_live else _live(math.ceil(sequences / dp)))
     ]
     setups = Setups.grid(rows)
     live = setups.micro_batch
     work = generation_work(shape, cluster, setups, workload, live, responses_per_sample=responses_per_sample)
-    cached = live * peak_context(workload) + workload.longest
+    cached = live * (workload.longest if space.max_live else peak_context(workload)) + workload.longest
     prefill = np.minimum(PREFILL_TOKENS, live * workload.prompts.mean)
-    return Priced(setups, work, generation_memory(shape, setups, live, cached, prefill))
+    memory = generation_memory(shape, setups, live, cached, prefill, compute_bytes=space.compute_bytes)
+    return Priced(setups, work, memory)
 
 
 def problem(

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.control.admission import GAMMA, WITHIN, Offer, admit
 from nereus.control.horizon import Horizon
@@ -27,6 +28,7 @@ from nereus.control.monitor import Monitor, Signals, Trigger
 from nereus.core.plan import Plan, PlanEpoch, SlotId
 
 SLOTS = "slots"
+CALIBRATION = "calibration"
 
 
 class Widening(enum.IntEnum):
@@ -75,6 +77,14 @@ class Proposal(Struct, frozen=True):
     stuck: str = ""
 
 
+class Calibrated(Struct, frozen=True, tag=True):
+    """The first measurements stand in the place of priors; nothing will make this happen again in ``remaining`` steps,
+    so that is the horizon."""
+
+    step: int
+    remaining: int
+
+
 class PlanFound(Struct, frozen=True, tag=True):
     """A search ended; no proposals means that nothing fits, and ``because`` says why."""
 
@@ -91,7 +101,7 @@ class TransitionEnded(Struct, frozen=True, tag=True):
     because: str = ""
 
 
-Event = StepReport | SlotsLost | PoolChanged | PlanFound | TransitionEnded
+Event = StepReport | SlotsLost | PoolChanged | Calibrated | PlanFound | TransitionEnded
 
 
 # Effects
@@ -189,6 +199,8 @@ class Controller:
                 return self._lost(event)
             case PoolChanged():
                 return self._pool(event)
+            case Calibrated():
+                return self._calibrated(event)
             case PlanFound():
                 return self._found(event)
             case TransitionEnded():
@@ -204,6 +216,12 @@ class Controller:
         if used:
             because += f", {len(used)} of them in use: {_listed(used)}"
         return self._trigger(change.step, [Trigger(SLOTS, because, urgent=bool(used))])
+
+    def _calibrated(self, calibrated: Calibrated) -> list[Effect]:
+        expected = {**self.horizon.expected, CALIBRATION: float(max(1, calibrated.remaining))}
+        self.horizon = replace(self.horizon, expected=expected)
+        because = f"speeds and memory are measured now; {calibrated.remaining} steps remain"
+        return self._trigger(calibrated.step, [Trigger(CALIBRATION, because)])
 
     def _lost(self, lost: SlotsLost) -> list[Effect]:
         """Hold and search at once where the plan, or the one being moved to, used a lost slot."""

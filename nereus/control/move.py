@@ -107,14 +107,23 @@ def wire_bytes(primitive: Primitive, moving: Memory) -> int:
 def state_terms(pricing: Pricing, stage: ModelStage, layout: Layout) -> dict[str, int]:
     """Return the bytes that the fullest slot of a unit holds between steps, by purpose."""
     shape, setups = pricing.shape_of(stage), Setups.grid([(layout, 1, 1, Recompute.NONE)])
+    space = pricing.space
     terms: Terms
     match stage.stage:
         case Stage.TRAINING:
-            terms = training_memory(shape, setups, 0.0, 1.0)
+            terms = training_memory(
+                shape,
+                setups,
+                0.0,
+                1.0,
+                compute_bytes=space.compute_bytes,
+                state_bytes=space.state_bytes,
+                gradient_bytes=space.state_bytes,
+            )
         case Stage.INFERENCE:
-            terms = scoring_memory(shape, setups, 0.0)
+            terms = scoring_memory(shape, setups, 0.0, compute_bytes=space.compute_bytes)
         case Stage.GENERATION:
-            terms = generation_memory(shape, setups, 0.0, 0.0, 0.0)
+            terms = generation_memory(shape, setups, 0.0, 0.0, 0.0, compute_bytes=space.compute_bytes)
         case Stage.WEIGHTS:
             return {}
     return {name: int(np.ceil(np.max(size))) for name, size in terms.resident.items()}

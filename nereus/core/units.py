@@ -10,6 +10,8 @@ from typing import Final
 
 GB: Final = 1e9
 GIB: Final = float(1 << 30)
+MEGA: Final = 1e6
+GIGA: Final = 1e9
 TERA: Final = 1e12
 MICRO: Final = 1e-6
 

@@ -49,11 +49,7 @@ class Transformed(Struct, frozen=True):
 class Concluded(Struct, frozen=True):
     """What a change has left behind."""
 
-    plan: Plan
-    """The plan that was aimed at."""
     failure: str
-    vacated: tuple[Worker, ...] = ()
-    """Rollouts that have given up their units."""
     lost: tuple[str, ...] = ()
     """Trainer slots that did not follow the new plan, and why is in the log."""
     seconds: float = 0.0
@@ -103,6 +99,18 @@ class PlanChanges:
         """The plan towards which state is being moved."""
         return self._running.target if self._running else None
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the change in flight was given up."""
+        return bool(self._running and self._running.aborted)
+
+    @property
+    def vacated(self) -> list[Worker]:
+        """Return the rollouts that have given up their units for the change in flight, and live."""
+        moved = self._running.moves.vacated if self._running else []
+        workers = (self._fleet[slot_worker(slot)] for slot in moved)
+        return [worker for worker in workers if worker.state in (State.READY, State.LIVE)]
+
     def begin(
         self,
         target: Plan,
@@ -150,12 +158,11 @@ class PlanChanges:
 
     async def conclude(self, failure: str) -> Concluded:
         """Put the new plan in force, or stay with the old one and let the trainers forget what they took."""
+        vacated = self.vacated
         running, self._running = self._running, None
         assert running is not None
         failure = running.aborted or failure
-        vacated = [self._fleet[slot_worker(slot)] for slot in running.moves.vacated]
-        given_up = [worker for worker in vacated if worker.state in (State.READY, State.LIVE)]  # others have died
-        for worker in given_up:
+        for worker in vacated:
             worker.state, worker.version, worker.switching = State.JOINED, None, None
             worker.running.clear()
         lost: list[str] = []
@@ -173,7 +180,7 @@ class PlanChanges:
         outcome = f"was given up: {failure}" if failure else f"is done, {moved / 1e6:.1f} MB moved"
         self._observer.note(f"the plan change {outcome} ({seconds:.2f} s)")
         self._observer.plan(self.plan)
-        return Concluded(running.target, failure, tuple(given_up), tuple(lost), seconds)
+        return Concluded(failure, tuple(lost), seconds)
 
     async def recover(self, units: Sequence[Emu]) -> list[str]:
         """Train on with intact units alone; everything else stays. Return the slots that did not follow."""

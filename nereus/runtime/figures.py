@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nereus.bus.messages import GroupAccepted
-from nereus.core.plan import PolicyVersion
+from nereus.bus.messages import GroupAccepted, StepReport
+from nereus.control.estimate import StepFacts
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, PolicyVersion
 
 
 def group_figures(held: Sequence[GroupAccepted], version: PolicyVersion) -> dict[str, float]:
@@ -23,3 +24,15 @@ def group_figures(held: Sequence[GroupAccepted], version: PolicyVersion) -> dict
         for kind, count in group.reward_failures.items():
             figures[f"reward/{kind}"] = figures.get(f"reward/{kind}", 0) + count
     return figures
+
+
+def step_facts(held: Sequence[GroupAccepted], report: StepReport, generation_s: float) -> StepFacts:
+    """Return what the planner learns from a step; seconds of 0 were not measured."""
+    samples = [(group.prompt_tokens, sample.tokens) for group in held for sample in group.samples]
+    return StepFacts(
+        tuple(prompt for prompt, _ in samples),
+        tuple(response for _, response in samples),
+        {POLICY_TRAINING: report.seconds, POLICY_GENERATION: generation_s},
+        report.operations,
+        report.peak_bytes,
+    )

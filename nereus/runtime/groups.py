@@ -10,7 +10,7 @@ what was running there and what nobody else keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import structlog
@@ -39,7 +39,15 @@ def _ref(attempt: GroupAttempt) -> GroupRef:
 class Groups:
     """The ledger of groups, from the sample order to the optimizer step."""
 
-    def __init__(self, config: JobConfig, dataset: Dataset, origin: Origin, fleet: Fleet, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        dataset: Dataset,
+        origin: Origin,
+        fleet: Fleet,
+        journal: Journal,
+        clock: Callable[[], float],
+    ) -> None:
         self._config = config
         self._dataset = dataset
         self._fleet = fleet
@@ -59,6 +67,10 @@ class Groups:
         self._expected: dict[int, int] = {}
         """Attempts that a lost collector had accepted: a new one is to get them from the rollout that keeps them."""
         self._failures: dict[int, int] = {}
+        self._clock = clock
+        self._busy_since: dict[str, float] = {}
+        self._busy_s = 0.0
+        self._finished = 0
 
     @property
     def cursor(self) -> Cursor:
@@ -83,6 +95,7 @@ class Groups:
             ref = _ref(issued[0])
             rollout.running.add(ref.group)
             granted.setdefault(rollout.name, []).append(ref)
+        self._watch_busy()
         for name, refs in granted.items():
             version = self._fleet[name].version or 0
             self._journal.append(record.Granted(groups=tuple(refs), owner=name, version=version))
@@ -103,12 +116,14 @@ class Groups:
         """Note what the collector holds now; return whether it is to be kept there."""
         for rollout in self._fleet.of(POLICY_GENERATION):
             rollout.running.discard(accepted.group)
+        self._watch_busy()
         verdict = self._pacer.accept(accepted.group, accepted.attempt, accepted.version_first)
         if verdict == "stale":
             log.warning("group is older than its rollout said", group=accepted.group, version=accepted.version_first)
         if verdict != "accepted":
             return accepted.group in self._accepted
         self._accepted[accepted.group] = accepted
+        self._finished += 1
         if self._expected.pop(accepted.group, None) != accepted.attempt:
             self._kept_by[accepted.group] = self._fleet[accepted.rollout].incarnation
             self._journal.append(
@@ -123,6 +138,31 @@ class Groups:
                 )
             )
         return True
+
+    def _watch_busy(self) -> None:
+        """Keep the time for which each rollout has had something to do."""
+        now = self._clock()
+        for rollout in self._fleet.of(POLICY_GENERATION):
+            if rollout.running and rollout.alive:
+                self._busy_since.setdefault(rollout.name, now)
+        for name in tuple(self._busy_since):
+            if not self._fleet[name].running or not self._fleet[name].alive:
+                self._busy_s += now - self._busy_since.pop(name)
+
+    def generation_s(self) -> float:
+        """Return how long all rollouts together take for one step's groups, as measured since the last call; 0: not
+        measured."""
+        now, rollouts = self._clock(), len(self._fleet.of(POLICY_GENERATION))
+        busy = self._busy_s + sum(now - since for since in self._busy_since.values())
+        self._busy_s, finished, self._finished = 0.0, self._finished, 0
+        self._busy_since = dict.fromkeys(self._busy_since, now)
+        if not finished or not rollouts:
+            return 0.0
+        return busy / rollouts * self._config.train.groups_per_step / finished
+
+    def held(self, refs: Iterable[GroupRef]) -> list[GroupAccepted]:
+        """Return what a batch consists of."""
+        return [self._accepted[ref.group] for ref in refs]
 
     def fail(self, worker: Worker, failed: GroupFailed) -> None:
         """Have a group that could not be completed done again; ``RunFailed`` when that has happened too often."""

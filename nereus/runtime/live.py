@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,10 @@ from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Plan
+from nereus.core.shape import ModelShape
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime import journal as record
+from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.checkpoints import MODEL_SUFFIXES, CheckpointStore
 from nereus.runtime.dataset import Dataset, open_dataset
 from nereus.runtime.display import Display, make_display
@@ -39,8 +42,11 @@ from nereus.runtime.logs import configure_logs
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
 from nereus.runtime.placement import initial_plan
+from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.regroup import StateLost
+from nereus.runtime.schedule import Planning
+from nereus.runtime.searching import Answered, ProcessSearcher
 from nereus.runtime.summary import Summary, summarize
 from nereus.runtime.supervisor import Supervisor
 from nereus.runtime.surroundings import Launcher, LeftAtOnce, Origin, Outcome, RunFailed
@@ -200,6 +206,7 @@ class _Assembly:
                 dataset=dataset,
                 checkpoints=checkpoints,
                 observer=observer,
+                adapt=_adaptation(config, plan, origin, journal),
             )
             self._supervisor = supervisor
             folder.write_status("running", step=origin.step, version=origin.version)
@@ -317,6 +324,26 @@ class _Assembly:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt, signal.Signals(number).name)
             stack.callback(loop.remove_signal_handler, number)
+
+
+def _adaptation(
+    config: JobConfig, plan: Plan, origin: Origin, journal: Journal
+) -> Callable[[Callable[[Answered], None]], Planning] | None:
+    """Return what makes the decider about plans; None for a job whose plans are given."""
+    if config.adapt.mode == "off":
+        return None
+    shape = ModelShape.from_config(json.loads((origin.model / "config.json").read_bytes()))
+    cluster = cluster_of(config)
+    return lambda report: Adaptation(
+        config,
+        plan,
+        step=origin.step,
+        estimate=starting_estimate(config, shape, cluster),
+        cluster=cluster,
+        searcher=ProcessSearcher(),
+        journal=journal,
+        report=report,
+    )
 
 
 def _preload(config: JobConfig) -> tuple[str, ...]:

@@ -9,14 +9,18 @@ change that fails is tried again at the next boundary, but not for ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
 from nereus.config import JobConfig
+from nereus.control.estimate import StepFacts
 from nereus.core.change import parse_changes
-from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan, Replication, SlotId
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, ModelStage, Plan, Replication, SlotId
 from nereus.runtime.placement import next_plan, ordinals_after
+from nereus.runtime.searching import Answered
+from nereus.runtime.surroundings import RunFailed
 
 MAX_TRIES = 3
 """How often one change is tried."""
@@ -27,6 +31,41 @@ class Wish(Struct, frozen=True):
 
     plan: Plan
     why: str
+
+
+class Planning(Protocol):
+    """Says which plan comes next; the supervisor tells it what happens and carries out what it wants."""
+
+    restart: str
+    """Why nothing but a checkpoint is left, if so."""
+    stuck: str
+    """Why no step can be made under the present plan, if so."""
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
+        """Return the plan to change to before the next step, ``step`` steps being done; None: stay."""
+
+    def began(self, plan: Plan) -> None:
+        """Note that a change to ``plan`` is tried."""
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        """Note that a change has led to ``plan``, or has failed and left ``plan`` in force."""
+
+    def recovered(self, plan: Plan) -> None:
+        """Note that ``plan``, of the units that were whole after a loss, is in force."""
+
+    def stepped(self, step: int, facts: StepFacts, step_s: float) -> None:
+        """Learn from a step; ``step`` steps are done."""
+
+    def out_of_memory(self, facts: StepFacts, why: str) -> None:
+        """Learn from a step that did not fit."""
+
+    def watch(self, alive: Collection[SlotId], now: float) -> None:
+        """Take note of which slots are alive."""
+
+    def answered(self, answered: Answered) -> None:
+        """Take the answer to a search."""
+
+    async def close(self) -> None: ...
 
 
 class Schedule:
@@ -56,11 +95,59 @@ class Schedule:
             return None
         return Wish(next_plan(plan, *wanted, slots, self._ordinals), self._why)
 
+    def ask(self, plan: Plan, why: str) -> None:
+        """Ask for the layouts of ``plan`` from now on."""
+        train, rollout = plan.replication(POLICY_TRAINING), plan.replication(POLICY_GENERATION)
+        assert train is not None and rollout is not None, "a plan of a run trains and generates"
+        self._train, self._rollout, self._why, self._tries = train, rollout, why, 0
+
+    @property
+    def ordinals(self) -> dict[ModelStage, int]:
+        """The first ordinal of each model-stage that no plan has used."""
+        return dict(self._ordinals)
+
     def began(self, plan: Plan) -> None:
         """Note that a change to ``plan`` is tried."""
         self._tries += 1
         self._ordinals = ordinals_after(plan, self._ordinals)
 
-    def ended(self, plan: Plan) -> None:
-        """Note that ``plan`` is in force."""
-        self._tries = 0
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        """Note that a change has led to ``plan``, or has failed and left ``plan`` in force."""
+        if not failure:
+            self._tries = 0
+
+
+class GivenPlans:
+    """Follows a schedule and learns nothing."""
+
+    restart = stuck = ""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
+        return self._schedule.wish(step, plan, slots)
+
+    def began(self, plan: Plan) -> None:
+        self._schedule.began(plan)
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        self._schedule.ended(plan, failure, seconds)
+
+    def recovered(self, plan: Plan) -> None:
+        """The schedule says what comes next."""
+
+    def stepped(self, step: int, facts: StepFacts, step_s: float) -> None:
+        """Nothing is learned."""
+
+    def out_of_memory(self, facts: StepFacts, why: str) -> None:
+        raise RunFailed(f"{why}; lower train.micro_batch_tokens, set train.recompute, or let adapt.mode find a plan")
+
+    def watch(self, alive: Collection[SlotId], now: float) -> None:
+        """Slots that are lost are waited for."""
+
+    def answered(self, answered: Answered) -> None:
+        raise AssertionError("nothing was asked")
+
+    async def close(self) -> None:
+        """Nothing is open."""

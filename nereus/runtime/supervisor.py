@@ -16,6 +16,7 @@ wait is bounded and names what it waits for.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,13 +53,13 @@ from nereus.bus.messages import (
     Welcome,
 )
 from nereus.config import JobConfig
-from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Emu, Plan
 from nereus.errors import CheckpointError, PeerLost
 from nereus.runtime import journal as record
 from nereus.runtime.changes import PlanChanges, Transformed
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
-from nereus.runtime.figures import group_figures
+from nereus.runtime.figures import group_figures, step_facts
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.groups import Groups
 from nereus.runtime.journal import Journal
@@ -66,7 +67,8 @@ from nereus.runtime.processes import Exited
 from nereus.runtime.publishing import Published, Publishing
 from nereus.runtime.regroup import Regrouped, StateLost, regroup
 from nereus.runtime.saving import Saver
-from nereus.runtime.schedule import Schedule, Wish
+from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
+from nereus.runtime.searching import Answered
 from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, Outcome, RunFailed
 
 MAX_RESTARTS = 5
@@ -101,7 +103,7 @@ class Settled(Struct, frozen=True):
     failure: str = ""
 
 
-Occurrence = Event | Exited | Interrupt | Tick | Transformed | Published | Settled
+Occurrence = Event | Exited | Interrupt | Tick | Transformed | Published | Settled | Answered
 
 
 class _Training(Struct):
@@ -141,7 +143,9 @@ class Supervisor:
         dataset: Dataset,
         checkpoints: CheckpointStore,
         observer: Observer,
+        adapt: Callable[[Callable[[Answered], None]], Planning] | None = None,
     ) -> None:
+        """``adapt`` makes what decides about plans, given whom to tell of answers; None: the job file says them all."""
         self._config = config
         self._fleet = Fleet.of_plan(plan)
         self._run_id = run_id
@@ -154,7 +158,7 @@ class Supervisor:
         self._inbox: asyncio.Queue[Occurrence] = asyncio.Queue()
         self._step = origin.step
         self._version = origin.version
-        self._groups = Groups(config, dataset, origin, self._fleet, journal)
+        self._groups = Groups(config, dataset, origin, self._fleet, journal, self._now)
         self._training: _Training | None = None
         self._weights = Publishing(endpoint, timeout_s=PUSH_TIMEOUT_S)
         self._changes = PlanChanges(
@@ -168,7 +172,9 @@ class Supervisor:
             observer=observer,
             timeout_s=config.adapt.timeout_s,
         )
-        self._schedule = Schedule(config, plan, origin.step)
+        self._planning: Planning = (
+            adapt(self._inbox.put_nowait) if adapt else GivenPlans(Schedule(config, plan, origin.step))
+        )
         self._hold: _Hold | None = None
         self._holds = 0
         about: dict[str, Any] = {
@@ -210,6 +216,7 @@ class Supervisor:
             await asyncio.gather(*pumps, return_exceptions=True)
             await self._changes.close()
             await self._weights.close()
+            await self._planning.close()
 
     async def leave(self, reason: str) -> None:
         """Ask every worker to leave, then make sure that none is left."""
@@ -265,13 +272,16 @@ class Supervisor:
             case Interrupt(name):
                 await self._drain(name)
             case Tick():
-                self._check_deadlines()
+                await self._on_tick()
             case Transformed(failure):
                 await self._on_transformed(failure)
             case Published():
                 await self._on_published(occurrence)
             case Settled():
                 await self._on_settled(occurrence)
+            case Answered():
+                self._planning.answered(occurrence)
+                await self._go_on()
             case Undelivered(peer, message, epoch):
                 log.warning("message refused: older plan epoch", peer=peer, type=type(message).__name__, epoch=epoch)
 
@@ -290,9 +300,8 @@ class Supervisor:
                 await self._on_failed(worker, failed)
             case StepDone(report, _):
                 await self._on_step_done(worker, report)
-            case StepFailed(step, reason):
-                log.warning("step failed", worker=worker.name, step=step, reason=reason)
-                self._hold_training(f"step {step} failed on {worker.name}: {reason}")
+            case StepFailed() as failed:
+                self._on_step_failed(worker, failed)
             case PublishFailed(version, reason):
                 log.warning("weights did not get through", worker=worker.name, version=version, reason=reason)
                 self._weights.failed(version)
@@ -452,6 +461,8 @@ class Supervisor:
             await self._send(name, grant)
 
     async def _on_accepted(self, worker: Worker, accepted: GroupAccepted) -> None:
+        if worker is not self._fleet.of(POLICY_TRAINING)[0]:
+            return  # it held the groups of the plan before; the rollout hands them over to its successor
         if self._groups.accept(accepted):
             self._progress_at = self._now()
         else:
@@ -471,7 +482,9 @@ class Supervisor:
             return
         if self._hold is not None or self._changes.running or self._weights.due or self._weights.busy:
             return
-        if self._wish() is not None:
+        if self._planning.restart:
+            raise StateLost(self._planning.restart)
+        if self._planning.stuck or self._wish() is not None:
             return
         refs = self._groups.choose(self._version)
         if isinstance(refs, Waiting):
@@ -494,6 +507,14 @@ class Supervisor:
             return
         await self._finish_step(training, training.report)
         await self._after_step()
+
+    def _on_step_failed(self, worker: Worker, failed: StepFailed) -> None:
+        log.warning("step failed", worker=worker.name, step=failed.step, reason=failed.reason)
+        training = self._training
+        if failed.peak_bytes and training is not None and not self._planning.stuck:
+            report = StepReport(self._step, self._version, 0.0, 0, peak_bytes=failed.peak_bytes)
+            self._planning.out_of_memory(step_facts(self._groups.held(training.refs), report, 0.0), failed.reason)
+        self._hold_training(f"step {failed.step} failed on {worker.name}: {failed.reason}")
 
     async def _finish_step(self, training: _Training, report: StepReport) -> None:
         groups = [ref.group for ref in training.refs]
@@ -522,6 +543,9 @@ class Supervisor:
         self._step += 1
         self._version += 1
         self._observer.step(report, metrics)
+        if report.seconds:
+            facts = step_facts(held, report, self._groups.generation_s())
+            self._planning.stepped(self._step, facts, metrics["timing_s/step"])
         for worker in (*self._fleet.of(POLICY_GENERATION), *self._fleet.of(POLICY_TRAINING)[:1]):
             if worker.alive:
                 await self._send(worker.name, Release(tuple(groups)))
@@ -547,7 +571,7 @@ class Supervisor:
         if wish is None:
             await self._train()
         elif self._weights.version == self._version and not self._saver.busy:
-            self._schedule.began(wish.plan)
+            self._planning.began(wish.plan)
             self._changes.begin(wish.plan, wish.why, self._weights.tensors, self._weights.tied, self._inbox.put_nowait)
 
     def _publish(self) -> None:
@@ -560,17 +584,19 @@ class Supervisor:
         """Return the plan change that is due at the next boundary."""
         if not self._started:
             return None
-        return self._schedule.wish(self._step, self._changes.plan, self._fleet.slots())
+        return self._planning.wish(self._step, self._changes.plan, self._fleet.slots())
 
     # Plan changes
 
     async def _on_transformed(self, failure: str) -> None:
         """Conclude the plan change; what rollouts that moved were doing is done elsewhere."""
-        concluded = await self._changes.conclude(failure)
-        for rollout in concluded.vacated:
+        target = self._changes.running
+        for rollout in self._changes.vacated:
             self._groups.lost(rollout, "moved")
-        if not concluded.failure:
-            self._schedule.ended(concluded.plan)
+        if target is not None and not (failure or self._changes.aborted):
+            self._settle_collector(target.of(POLICY_TRAINING))
+        concluded = await self._changes.conclude(failure)
+        self._planning.ended(self._changes.plan, concluded.failure, concluded.seconds)
         self._progress_at = self._now()
         await self._assign_joined()
         self._observer.fleet(self._fleet)
@@ -630,14 +656,16 @@ class Supervisor:
         for slot in regrouped.silent:
             self._launcher.kill(f"slot-{slot}")
         await self._settle_step(regrouped)
-        self._settle_collector(regrouped)
+        self._settle_collector(regrouped.units)
         self._journal.append(
             record.Decided(
                 decision="urgent",
                 because=f"{hold.why}; {len(regrouped.units)} trainer units are whole, at step {regrouped.step}",
             )
         )
-        if lost := await self._changes.recover(regrouped.units):
+        lost = await self._changes.recover(regrouped.units)
+        self._planning.recovered(self._changes.plan)
+        if lost:
             hold.why = f"{', '.join(lost)} did not follow"
             self._holds += 1
             if self._holds > MAX_HOLDS:
@@ -668,11 +696,9 @@ class Supervisor:
         report = training.report or StepReport(self._step, self._version, 0.0, 0)
         await self._finish_step(training, report)
 
-    def _settle_collector(self, regrouped: Regrouped) -> None:
-        """If the lead slot is another one now, or was started anew, have its groups sent again."""
-        before = self._changes.plan.of(POLICY_TRAINING)[0].slots[0]
-        lead = regrouped.units[0].slots[0]
-        if lead != before:
+    def _settle_collector(self, units: Sequence[Emu]) -> None:
+        """If the lead slot becomes another one, have the groups that it holds sent there."""
+        if units[0].slots[0] != self._changes.plan.of(POLICY_TRAINING)[0].slots[0]:
             self._groups.collector_lost()
 
     # Checkpoints and the end
@@ -729,6 +755,12 @@ class Supervisor:
             self._outcome = Outcome(f"drained before the first step ({name})", finished=False)
         elif self._training is None and not self._changes.running and self._hold is None:
             await self._save()
+
+    async def _on_tick(self) -> None:
+        self._check_deadlines()
+        if self._started:
+            self._planning.watch(self._fleet.slots(), self._now())
+            await self._go_on()
 
     def _check_deadlines(self) -> None:
         now = self._now()

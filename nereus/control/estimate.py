@@ -1,0 +1,165 @@
+"""What have the steps so far taught about speed, lengths and memory, and which question do they ask?
+
+Owner of the way from what a run reports to what the planner takes. A value, replaced at every step; pure, so that a
+journal replays to the same questions. Invariants (tests/control/test_estimate.py): whatever the prior said, predictions
+of the plan that runs come to what was measured; classes that were not measured move only with those that share them;
+lengths are those of the newest steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nereus.control.breakdown import Pricing
+from nereus.control.candidates import Priced, Space
+from nereus.control.choose import Pin, Question
+from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass
+from nereus.control.monitor import Signals
+from nereus.core.cluster import Cluster
+from nereus.core.plan import ModelStage, Plan, Stage
+from nereus.core.workload import Lengths
+
+WINDOW = 3
+"""So many of the newest steps tell how long sequences are."""
+
+MOST_PEAKS = 32
+
+
+class StepFacts(Struct, frozen=True):
+    """What one step was like."""
+
+    prompts: tuple[int, ...]
+    """Tokens of each sample's prompt."""
+    responses: tuple[int, ...]
+    seconds: dict[ModelStage, float]
+    """What each model-stage took for the samples of one step, waiting for others left out."""
+    operations: dict[str, float] = {}
+    """Seconds of the trained step by operation class, on its slowest slot."""
+    peak_bytes: int = 0
+    """Of the fullest slot."""
+
+
+class Estimate(Struct, frozen=True):
+    """Prior knowledge and what was learned."""
+
+    pricing: Pricing
+    """With the whole pool; lengths and efficiencies as they stand."""
+    calibration: Calibration
+    pins: tuple[Pin, ...] = ()
+    recent: tuple[StepFacts, ...] = ()
+    peaks: tuple[tuple[float, float, float], ...] = ()
+    """(state, transient, measured peak) bytes of the newest steps."""
+
+    @classmethod
+    def starting(cls, pricing: Pricing, pins: tuple[Pin, ...] = ()) -> Estimate:
+        """Begin with what ``pricing`` says."""
+        return cls(pricing, Calibration.starting(pricing.efficiencies), pins)
+
+    def observed(self, plan: Plan, facts: StepFacts) -> Estimate:
+        """Return the estimate with one more step, made under ``plan``, in it."""
+        recent = (*self.recent, facts)[-WINDOW:]
+        workload = replace(
+            self.pricing.workload,
+            prompts=Lengths.of([tokens for one in recent for tokens in one.prompts]),
+            responses=Lengths.of([tokens for one in recent for tokens in one.responses]),
+        )
+        pricing = replace(self.pricing, workload=workload)
+        calibration = self.calibration.observed(_observations(pricing, plan, facts))
+        peaks = (*self.peaks, *_peaks(pricing, plan, facts))[-MOST_PEAKS:]
+        memory = replace(self.pricing.calibration, transient_factor=1.0).refined(peaks)
+        pricing = replace(pricing, efficiencies=calibration.efficiencies, calibration=memory)
+        return Estimate(pricing, calibration, self.pins, recent, peaks)
+
+    def moved(self, predicted_s: float, measured_s: float) -> Estimate:
+        """Return the estimate after a transition: what its price lacked, or had too much, counts half from now on."""
+        overheads = self.pricing.overheads
+        pause = max(0.0, overheads.pause_s + (measured_s - predicted_s) / 2)
+        return replace(self, pricing=replace(self.pricing, overheads=replace(overheads, pause_s=pause)))
+
+    def signals(self, plan: Plan) -> Signals:
+        """Return what the monitor watches, of the newest step."""
+        facts = self.recent[-1]
+        lengths = sorted(prompt + response for prompt, response in zip(facts.prompts, facts.responses, strict=True))
+        p95 = lengths[min(len(lengths) - 1, math.ceil(0.95 * len(lengths)) - 1)]
+        work = _unit_seconds(self.pricing, plan)
+        achieved = {
+            name: work[name] / seconds for name, seconds in facts.operations.items() if work.get(name) and seconds > 0
+        }
+        return Signals(sum(lengths) / len(lengths), float(p95), achieved, facts.peak_bytes)
+
+    def question(self, cluster: Cluster, plan: Plan, ordinals: Mapping[ModelStage, int]) -> Question:
+        """Return the question of the best plan on ``cluster`` when ``plan`` runs."""
+        used = tuple(sorted(ordinals.items()))
+        return Question(replace(self.pricing, cluster=cluster), plan, used, self.pins)
+
+
+def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] | None:
+    """Return the price list with the units of ``stage`` as they run, and their row in it."""
+    replication = plan.replication(stage)
+    if replication is None:
+        return None
+    space = replace(
+        pricing.space,
+        largest_tp=replication.layout.tp,
+        largest_pp=replication.layout.pp,
+        tp_across_nodes=True,
+        uneven=True,
+    )
+    priced = pricing.list_of(stage, pricing.cluster.resized(replication.slots), space)
+    setups = priced.setups
+    same = (setups.tp == replication.layout.tp) & (setups.pp == replication.layout.pp) & (setups.dp == replication.dp)
+    rows = np.flatnonzero(same)
+    return (priced, int(rows[-1])) if len(rows) else None
+
+
+def _peaks(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[tuple[float, float, float]]:
+    listed = _row(pricing, plan, ModelStage(Stage.TRAINING))
+    if listed is None or facts.peak_bytes <= 0:
+        return []
+    priced, row = listed
+    transient = sum(
+        float(np.broadcast_to(term, (len(priced.setups),))[row]) for term in priced.memory.transient.values()
+    )
+    state = sum(float(np.broadcast_to(term, (len(priced.setups),))[row]) for term in priced.memory.resident.values())
+    return [(state, transient, float(facts.peak_bytes))]
+
+
+def _observations(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[Observation]:
+    found = list[Observation]()
+    for stage, seconds in sorted(facts.seconds.items()):
+        listed = _row(pricing, plan, stage)
+        if listed is not None and seconds > 0:
+            priced, row = listed
+            found.append(Observation.of_step(priced.work, seconds, row))
+    for name, unit_s in _unit_seconds(pricing, plan).items():
+        if unit_s > 0 and facts.operations.get(name, 0.0) > 0:
+            found.append(Observation.of_class(OperationClass(name), unit_s, facts.operations[name]))
+    return found
+
+
+def _unit_seconds(pricing: Pricing, plan: Plan) -> dict[str, float]:
+    """Return the seconds at efficiency 1 of the trained step by class."""
+    stage = ModelStage(Stage.TRAINING)
+    listed = _row(pricing, plan, stage)
+    if listed is None:
+        return {}
+    priced, row = listed
+    unit = priced.work.unit_s[row]
+    return {str(name): float(unit[COLUMN[name]]) for name in CLASSES}
+
+
+def live_space(*, micro_batch_tokens: int, max_live: int, compute_bytes: float, recompute: bool) -> Space:
+    """Return what a running job can choose from: its micro-batches and its engine are what they are."""
+    return Space(
+        uneven=True,
+        recompute=(recompute,),
+        generation_pp=False,
+        micro_batch_tokens=micro_batch_tokens,
+        max_live=max_live,
+        compute_bytes=compute_bytes,
+    )

@@ -1,0 +1,253 @@
+"""When is another plan worth the way, and which one is due now?
+
+Owner: the supervisor of a job with ``adapt.mode``. Joins the pure decision core (``control``) with the run: what steps
+report becomes events of the controller, its effects become searches in another process, plan changes at the next
+boundary, and journal records. Slots that come back are put to use again as before, without a search.
+
+Invariants (tests/virtual/test_adaptation.py): every decision and every plan found is in the journal with its numbers;
+nothing here waits; what was predicted is compared with what was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from statistics import median
+
+import structlog
+from msgspec import Struct
+
+from nereus.config import JobConfig
+from nereus.control.controller import (
+    AbortTransition,
+    BeginTransition,
+    Calibrated,
+    Controller,
+    Effect,
+    Event,
+    PoolChanged,
+    Proposal,
+    Record,
+    Restart,
+    Search,
+    SlotsLost,
+    StepReport,
+    TransitionEnded,
+)
+from nereus.control.estimate import Estimate, StepFacts
+from nereus.control.monitor import Monitor
+from nereus.core.change import parse_supply
+from nereus.core.cluster import Cluster
+from nereus.core.plan import Plan, PlanEpoch, SlotId
+from nereus.runtime import journal as record
+from nereus.runtime.journal import Journal
+from nereus.runtime.schedule import Schedule, Wish
+from nereus.runtime.searching import Answered, Asked, Searcher
+
+COMPARED_STEPS = 3
+"""So many steps after a change are measured before they are compared with the prediction."""
+
+log = structlog.get_logger()
+
+
+class _Expected(Struct):
+    """What was predicted of a plan, until it has been measured."""
+
+    epoch: PlanEpoch
+    step_s: float
+    measured_s: list[float]
+
+
+class Adaptation:
+    """The controller of a live run and what it has asked for."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        plan: Plan,
+        *,
+        step: int,
+        estimate: Estimate,
+        cluster: Cluster,
+        searcher: Searcher,
+        journal: Journal,
+        report: Callable[[Answered], None],
+    ) -> None:
+        """``report`` is called with the answer to each search; the supervisor passes it on to ``answered``."""
+        self._config = config
+        self._schedule = Schedule(config, plan, step)
+        self._estimate = estimate
+        self._cluster = cluster
+        self._searcher = searcher
+        self._journal = journal
+        self._report = report
+        self._controller = Controller(plan, Monitor(int(cluster.device.memory_bytes)), gamma=config.adapt.gamma)
+        self._plan = plan
+        self._step = self._first_step = step
+        self._pool = frozenset(slot.id for slot in cluster.slots())
+        self._supply = deque(parse_supply(config.emulate.slots))
+        self._away: dict[SlotId, float] = {}
+        """Slots that do not answer, and since when."""
+        self._pending: BeginTransition | None = None
+        self._proposals: tuple[Proposal, ...] = ()
+        self._expected: _Expected | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.restart = ""
+        """Why nothing but a checkpoint is left, if so."""
+        self.stuck = ""
+        """Why no step can be made under the present plan, if so."""
+
+    # What is due
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
+        """Return the plan to change to before the next step; None: stay."""
+        if self._pending is None:
+            usable = [slot for slot in slots if slot in self._pool]
+            return self._schedule.wish(step, plan, usable)
+        if not set(slots) >= {slot for emu in self._pending.plan.emus for slot in emu.slots if slot in self._pool}:
+            return None  # a slot of it is being started anew
+        return Wish(self._pending.plan, self._pending.because)
+
+    def began(self, plan: Plan) -> None:
+        """Note that a change to ``plan`` is tried."""
+        self._schedule.began(plan)
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        """Note that ``plan`` is in force after a change, or that a change has failed and the plan is as before."""
+        pending, self._pending = self._pending, None
+        self._schedule.ended(plan, failure, seconds)
+        if not failure:
+            self._in_force(plan)
+        if pending is None:
+            return
+        proposal = next((one for one in self._proposals if one.plan == pending.plan), None)
+        if not failure:
+            self._schedule.ask(plan, pending.because)
+            if proposal is not None:
+                self._compare(plan.epoch, "transition", proposal.transition_s, seconds)
+                self._estimate = self._estimate.moved(proposal.transition_s, seconds)
+                self._expected = _Expected(plan.epoch, proposal.latency_new_s, [])
+        self._tell(TransitionEnded(pending.plan.epoch, not failure, failure))
+        self._controller.plan = self._plan
+
+    def recovered(self, plan: Plan) -> None:
+        """Note that ``plan``, of the units that were whole after a loss, is in force."""
+        self._in_force(plan)
+        if self._controller.moving is None:
+            self._controller.plan = plan
+
+    def _in_force(self, plan: Plan) -> None:
+        self._plan = plan
+        self._expected = None
+        self.stuck = ""
+
+    # What happens
+
+    def stepped(self, step: int, facts: StepFacts, step_s: float) -> None:
+        """Learn from a step; ``step`` steps are done."""
+        self._step = step
+        self._estimate = self._estimate.observed(self._plan, facts)
+        self._expect(step_s)
+        self._tell(StepReport(step, self._estimate.signals(self._plan)))
+        while self._supply and self._supply[0].step <= step:
+            slots = self._supply.popleft().slots
+            self.pool([slot.id for slot in self._cluster.slots() if slot.id < slots])
+        if step - self._first_step == self._config.adapt.calibrate_steps:
+            self._tell(Calibrated(step, self._config.run.steps - step))
+
+    def out_of_memory(self, facts: StepFacts, why: str) -> None:
+        """Learn from a step that did not fit: no other is tried before the plan has changed."""
+        self.stuck = why
+        self._estimate = self._estimate.observed(self._plan, facts)
+        self._tell(StepReport(self._step, self._estimate.signals(self._plan)))
+
+    def pool(self, slots: Collection[SlotId]) -> None:
+        """Note which slots the job may use from now on."""
+        now = frozenset(slots)
+        added, revoked = tuple(sorted(now - self._pool)), tuple(sorted(self._pool - now))
+        self._pool = now
+        if added or revoked:
+            self._tell(PoolChanged(self._step, added, revoked))
+
+    def watch(self, alive: Collection[SlotId], now: float) -> None:
+        """Look after slots that are lost: one that does not come back in time is not counted on any more."""
+        for slot in sorted(self._pool - frozenset(alive) - self._away.keys()):
+            self._away[slot] = now
+        back = tuple(slot for slot in self._away if slot in alive)
+        for slot in back:
+            del self._away[slot]
+        if returned := tuple(slot for slot in back if slot not in self._pool):
+            self._pool |= frozenset(returned)
+            self._tell(PoolChanged(self._step, added=returned))
+        patience_s = self._config.adapt.patience_s
+        given_up = tuple(slot for slot, since in self._away.items() if slot in self._pool and now - since > patience_s)
+        if given_up:
+            self._pool -= frozenset(given_up)
+            self._tell(SlotsLost(self._step, given_up))
+
+    def answered(self, answered: Answered) -> None:
+        """Take the answer to a search."""
+        self._proposals = answered.found.proposals
+        self._tell(answered.found)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._searcher.close()
+
+    # The controller
+
+    def _tell(self, event: Event) -> None:
+        for effect in self._controller.on(event):
+            self._act(effect)
+
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case Record(kind, because, numbers):
+                self._journal.append(record.Decided(decision=kind, because=because, numbers=numbers))
+                log.info("decided", decision=kind, because=because)
+            case Search():
+                self._search(effect)
+            case BeginTransition():
+                self._pending = effect
+            case AbortTransition():
+                self._pending = None
+            case Restart(because):
+                self.restart = because
+            case _:
+                """Holding is the supervisor's: a plan changes at boundaries only, and lost units hold at once."""
+
+    def _search(self, search: Search) -> None:
+        question = self._estimate.question(self._usable(), self._plan, self._schedule.ordinals)
+        asked = Asked(search.search, search.widening, question)
+
+        async def ask() -> None:
+            self._report(await self._searcher.search(asked))
+
+        task = asyncio.create_task(ask(), name=f"search-{search.search}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _usable(self) -> Cluster:
+        gone = [slot.id for slot in self._cluster.slots() if slot.id not in self._pool]
+        return self._cluster.without(gone) if gone else self._cluster
+
+    # Predictions
+
+    def _expect(self, step_s: float) -> None:
+        expected = self._expected
+        if expected is None:
+            return
+        expected.measured_s.append(step_s)
+        if len(expected.measured_s) > COMPARED_STEPS:  # the first one finds queues of the old plan
+            self._compare(expected.epoch, "step", expected.step_s, median(expected.measured_s[1:]))
+            self._expected = None
+
+    def _compare(self, epoch: PlanEpoch, what: str, predicted_s: float, measured_s: float) -> None:
+        if math.isfinite(predicted_s) and math.isfinite(measured_s):
+            self._journal.append(
+                record.Compared(epoch=epoch, what=what, predicted_s=predicted_s, measured_s=measured_s)  # type: ignore[arg-type]
+            )
