@@ -137,13 +137,18 @@ class FakeRollout:
         """Nothing to free."""
 
     def _read(self, source: PullFrom) -> NDArray[np.float32]:
-        with Path(source.path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-            if tensors_checksum(memoryview(memory), source.tensors, source.offsets) != source.checksum:
-                raise TransitionError(f"version {source.version} does not have the checksum {source.checksum}")
-            parts = [
-                np.frombuffer(memory[source.offsets[spec.name] :][: 4 * int(np.prod(spec.shape))], np.float32).copy()
-                for spec in source.tensors
-            ]
+        try:
+            with Path(source.path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+                if tensors_checksum(memoryview(memory), source.tensors, source.offsets) != source.checksum:
+                    raise TransitionError(f"version {source.version} does not have the checksum {source.checksum}")
+                parts = [
+                    np.frombuffer(
+                        memory[source.offsets[spec.name] :][: 4 * int(np.prod(spec.shape))], np.float32
+                    ).copy()
+                    for spec in source.tensors
+                ]
+        except OSError as error:
+            raise TransitionError(f"version {source.version} cannot be read from {source.path}: {error}") from error
         return np.concatenate(parts)
 
 
@@ -207,16 +212,26 @@ class FakeCollectives:
     """The process groups of all trainer slots: a step needs everybody, and a death breaks it for the others.
 
     As in reality, nobody applies a step's update before everybody has it ready, and those that have not applied it when
-    a member dies find that out a little later.
+    a member dies find that out a little later. Others wait ``timeout_s`` for one that hangs.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(
+        self, pace: Pace, step_s: Callable[[FakeTrainer], float] | None = None, *, timeout_s: float = 1800.0
+    ) -> None:
         self._pace = pace
+        self._timeout_s = timeout_s
+        self._step_s = step_s or (lambda trainer: pace.train_s)
         self._steps: dict[tuple[int, int], dict[SlotId, tuple[FakeTrainer, asyncio.Future[StepReport]]]] = {}
         self._dead: set[SlotId] = set()
+        self._hung: set[SlotId] = set()
 
     def joined(self, slot: SlotId) -> None:
         self._dead.discard(slot)
+        self._hung.discard(slot)
+
+    def hung(self, slot: SlotId) -> None:
+        """Let ``slot`` do nothing more in a step; others notice when it is gone, or when their time is up."""
+        self._hung.add(slot)
 
     def gone(self, slot: SlotId) -> None:
         """Break the steps that ``slot`` is in or was expected in."""
@@ -232,15 +247,18 @@ class FakeCollectives:
         waiting = self._steps.setdefault(key, {})
         future: asyncio.Future[StepReport] = loop.create_future()
         waiting[trainer.slot] = (trainer, future)
+        loop.call_later(self._timeout_s, self._give_up, trainer.slot, future)
         dead = self._dead & set(trainer.members)
         if dead:
             self._break(key, min(dead))
         elif len(waiting) == len(trainer.members):
-            loop.call_later(self._pace.train_s, self._agree, key)
+            loop.call_later(self._step_s(self._lead(key)), self._agree, key)
         return future
 
     def _agree(self, key: tuple[int, int]) -> None:
         """Everybody has the update ready; one after the other learns it."""
+        if self._hung & self._steps[key].keys():
+            return
         loop = asyncio.get_running_loop()
         for position, slot in enumerate(sorted(self._steps[key])):
             trainer, future = self._steps[key][slot]
@@ -250,13 +268,22 @@ class FakeCollectives:
 
     def _apply(self, key: tuple[int, int], slot: SlotId) -> None:
         trainer, future = self._steps[key][slot]
-        if not future.done():
+        if not future.done() and slot not in self._hung:
             trainer.apply()
-            future.set_result(StepReport(key[1], key[1], self._pace.train_s, trainer.tokens, trainer.metrics))
+            seconds = self._step_s(self._lead(key))
+            future.set_result(StepReport(key[1], key[1], seconds, trainer.tokens, trainer.metrics))
+
+    def _lead(self, key: tuple[int, int]) -> FakeTrainer:
+        """Return the trainer that knows the batch."""
+        return max((trainer for trainer, _ in self._steps[key].values()), key=lambda trainer: trainer.tokens)
+
+    def _give_up(self, slot: SlotId, future: asyncio.Future[StepReport]) -> None:
+        if not future.done() and slot not in self._hung:
+            future.set_exception(TransitionError(f"slot {slot} has waited for {self._timeout_s:g} s"))
 
     def _break(self, key: tuple[int, int], slot: SlotId) -> None:
         for member, (_, future) in self._steps[key].items():
-            if not future.done() and member != slot:
+            if not future.done() and member != slot and member not in self._hung:
                 future.set_exception(TransitionError(f"step {key[1]} lost slot {slot}"))
 
 
@@ -345,6 +372,10 @@ class FakeTrainer:
     @property
     def slot(self) -> SlotId:
         return self._slot
+
+    @property
+    def layout(self) -> Layout:
+        return self._unit.layout
 
     def publication(self) -> Sequence[Piece]:
         return self._pieces

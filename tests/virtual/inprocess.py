@@ -1,7 +1,7 @@
 """How can a whole run live in one process? The real supervisor and the real actors on the in-process bus.
 
 Only devices, rewards and processes are stand-ins (``backends/fake.py``). A worker "process" is a task that ``kill``
-cancels without a word to anybody.
+cancels without a word to anybody, and that ``hang`` cuts off from everybody.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from nereus.bus.messages import Hello, StepReport, Welcome
 from nereus.bus.session import Settings
 from nereus.config import JobConfig
 from nereus.core.plan import ModelStage, Plan, SlotId, Stage
+from nereus.core.shape import ModelShape
 from nereus.errors import NereusError
+from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import open_dataset
 from nereus.runtime.fleet import Worker
 from nereus.runtime.journal import Journal, RunStarted
 from nereus.runtime.placement import initial_plan
+from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited
+from nereus.runtime.schedule import Planning
+from nereus.runtime.searching import Answered, Asked, solve
 from nereus.runtime.supervisor import Supervisor
 from nereus.runtime.surroundings import Origin, Outcome, TransitionProgress
 
@@ -49,8 +54,16 @@ class World:
     """One run in one process."""
 
     def __init__(
-        self, config: JobConfig, folder: Path, *, origin: Origin | None = None, pace: Pace | None = None
+        self,
+        config: JobConfig,
+        folder: Path,
+        *,
+        origin: Origin | None = None,
+        pace: Pace | None = None,
+        adapt: ModelShape | None = None,
+        step_s: Callable[[FakeTrainer], float] | None = None,
     ) -> None:
+        """``adapt`` lets the controller decide about plans of a model of that shape; ``step_s`` says what a step takes."""
         self.config = config
         self.folder = folder
         self.pace = pace or Pace()
@@ -61,10 +74,11 @@ class World:
         self.plans: list[Plan] = []
         self.transitions: list[TransitionProgress] = []
         self.trainers: dict[SlotId, FakeTrainer] = {}
-        self.collectives = FakeCollectives(self.pace)
+        self.collectives = FakeCollectives(self.pace, step_s, timeout_s=config.cluster.group_timeout_s)
         self.on_step: Callable[[int], None] = lambda step: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}
+        self._hung: set[str] = set()
         self._pids = itertools.count(100)
         loop = asyncio.get_running_loop()
         self.journal = Journal(folder / "journal.jsonl", clock=loop.time)
@@ -82,6 +96,20 @@ class World:
             dataset=open_dataset(config.data),
             checkpoints=self.checkpoints,
             observer=self,
+            adapt=self._adaptation(adapt) if adapt is not None else None,
+        )
+
+    def _adaptation(self, shape: ModelShape) -> Callable[[Callable[[Answered], None]], Planning]:
+        cluster = cluster_of(self.config)
+        return lambda report: Adaptation(
+            self.config,
+            initial_plan(self.config),
+            step=self.origin.step,
+            estimate=starting_estimate(self.config, shape, cluster),
+            cluster=cluster,
+            searcher=_SearchHere(),
+            journal=self.journal,
+            report=report,
         )
 
     def announce(self) -> None:
@@ -110,6 +138,8 @@ class World:
     # Launcher
 
     async def start(self, worker: str) -> int:
+        self._hung.discard(worker)
+        self.bus.heal(worker)
         pid = next(self._pids)
         self._tasks[worker] = asyncio.create_task(self._process(worker, pid), name=worker)
         return pid
@@ -122,6 +152,28 @@ class World:
             for endpoint in self._endpoints.pop(worker, []):
                 endpoint.abort()  # type: ignore[attr-defined]
             self._tasks[worker].cancel()
+
+    def hang(self, worker: str) -> None:
+        """Let a worker fall silent, with all its connections open, until somebody kills it."""
+        if worker in self._tasks:
+            self.stall(worker)
+            self._hung.add(worker)
+            self.bus.cut(worker)
+
+    def stall(self, worker: str) -> None:
+        """Let a slot hang in its steps, and be well otherwise."""
+        if worker in self._tasks and (slot := slot_of(worker)) is not None:
+            self.collectives.hung(slot)
+
+    def drop(self, worker: str, seconds: float) -> None:
+        """Lose everything that a worker says or is told for a while; it works on."""
+        if worker in self._tasks:
+            self.bus.cut(worker)
+            asyncio.get_running_loop().call_later(seconds, self._heal, worker)
+
+    def _heal(self, worker: str) -> None:
+        if worker not in self._hung:
+            self.bus.heal(worker)
 
     async def wait(self, *, timeout_s: float) -> tuple[str, ...]:
         if self._tasks:
@@ -149,7 +201,7 @@ class World:
             await service.close()
         except asyncio.CancelledError:
             code = -9
-        except NereusError as error:
+        except (NereusError, TimeoutError) as error:
             self.notes.append(f"{worker}: {error}")
             for endpoint in self._endpoints.pop(worker, []):
                 endpoint.abort()  # type: ignore[attr-defined]
@@ -204,6 +256,20 @@ class _FakeSlot(SlotActor):
             return TrainerActor(world.trainers[slot], slot, control, wiring)
         transcript = world.folder / "transcript.jsonl"
         return RolloutActor(FakeRollout(world.pace), FakeText(), world.config, slot, control, wiring, transcript)
+
+
+class _SearchHere:
+    """Searches in this process; it takes a moment of virtual time."""
+
+    async def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    async def search(self, asked: Asked) -> Answered:
+        await asyncio.sleep(0.05)
+        return solve(asked)
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
 class _Wiring:

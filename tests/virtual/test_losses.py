@@ -105,11 +105,31 @@ def test_when_no_unit_is_whole_any_more_only_a_checkpoint_helps(tmp_path: Path) 
         _run(lambda: World(config, tmp_path), _at((5.0, "slot-1")))
 
 
-def _storm(draw: random.Random, count: int) -> Callable[[World], None]:
-    """Kill workers of every kind, several of them during plan changes."""
+Strike = Callable[[World, random.Random, str], None]
+
+
+def _kill(world: World, draw: random.Random, worker: str) -> None:
+    world.kill(worker)
+
+
+def _any(world: World, draw: random.Random, worker: str) -> None:
+    """Kill a worker, let it hang or stall, or cut it off for a while that may be too short to be noticed."""
+    how = draw.randrange(4)
+    if how == 0:
+        world.kill(worker)
+    elif how == 1:
+        world.hang(worker)
+    elif how == 2:
+        world.stall(worker)
+    else:
+        world.drop(worker, draw.uniform(0.2, 9.0))
+
+
+def _storm(draw: random.Random, count: int, strike: Strike) -> Callable[[World], None]:
+    """Strike workers of every kind, several of them during plan changes."""
 
     def act(world: World) -> None:
-        async def kill() -> None:
+        async def blow() -> None:
             for _ in range(count):
                 await asyncio.sleep(draw.uniform(0.3, 4.0))
                 if draw.random() < 0.4:
@@ -122,13 +142,13 @@ def _storm(draw: random.Random, count: int) -> Callable[[World], None]:
                 trainers = plan.of(POLICY_TRAINING)
                 kind = draw.choice(("train", "train", "generate", RELAY))
                 if kind == RELAY:
-                    world.kill(RELAY)
+                    strike(world, draw, RELAY)
                 elif kind == "generate":
-                    world.kill(slot_worker(draw.choice(plan.of(POLICY_GENERATION)).slots[0]))
+                    strike(world, draw, slot_worker(draw.choice(plan.of(POLICY_GENERATION)).slots[0]))
                 else:
-                    world.kill(slot_worker(draw.choice(draw.choice(trainers).slots)))
+                    strike(world, draw, slot_worker(draw.choice(draw.choice(trainers).slots)))
 
-        world.chaos = asyncio.create_task(kill())  # type: ignore[attr-defined]
+        world.chaos = asyncio.create_task(blow())  # type: ignore[attr-defined]
 
     return act
 
@@ -144,24 +164,34 @@ def _newest(folder: Path, config: JobConfig) -> Origin:
     return Origin(path, model_files(folder), extra["step"], extra["version"], cursor)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_storms_of_losses_amid_plan_changes(tmp_path: Path, seed: int) -> None:
+def weather(folder: Path, seed: int, strike: Strike) -> None:
+    """Run a job that changes its plan again and again through a storm, and see that it ends well."""
     draw = random.Random(seed)
     walk = "; ".join(
         f"{step} {draw.choice(('d2t1p1', 'd3t1p1', 'd2t2p1', 'd2t1p2', 'd4t1p1'))} d{draw.randint(1, 2)}t1p1"
         for step in range(2, STEPS - 2, 3)
     )
     staleness = seed % 3
-    config = _job(tmp_path, "d2t1p1", at=walk, staleness=staleness, every=3)
+    config = _job(folder, "d2t1p1", at=walk, staleness=staleness, every=3)
     for _ in range(6):
         try:
-            outcome, _ = _run(lambda: _resumed(config, tmp_path), _storm(draw, 6))
+            outcome, _ = _run(lambda: _resumed(config, folder), _storm(draw, 6, strike))
         except StateLost:
             continue
         break
-    _whole(outcome, tmp_path, staleness=staleness)
-    gone = [e.record for e in read_journal(tmp_path / "journal.jsonl").entries if isinstance(e.record, WorkerGone)]
+    _whole(outcome, folder, staleness=staleness)
+    gone = [e.record for e in read_journal(folder / "journal.jsonl").entries if isinstance(e.record, WorkerGone)]
     assert gone
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_storms_of_losses_amid_plan_changes(tmp_path: Path, seed: int) -> None:
+    weather(tmp_path, seed, _kill)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_storms_of_losses_hangs_and_cut_connections_amid_plan_changes(tmp_path: Path, seed: int) -> None:
+    weather(tmp_path, seed, _any)
 
 
 def _resumed(config: JobConfig, folder: Path) -> World:
