@@ -29,6 +29,9 @@ WINDOW = 3
 
 MOST_PEAKS = 32
 
+LEAST_SHARE = 0.1
+"""Ours: a class of operations that takes less of a step is no reason to think again, whatever its speed."""
+
 
 class StepFacts(Struct, frozen=True):
     """What one step was like."""
@@ -87,8 +90,11 @@ class Estimate(Struct, frozen=True):
         lengths = sorted(prompt + response for prompt, response in zip(facts.prompts, facts.responses, strict=True))
         p95 = lengths[min(len(lengths) - 1, math.ceil(0.95 * len(lengths)) - 1)]
         work = _unit_seconds(self.pricing, plan)
+        least = LEAST_SHARE * sum(facts.operations.values())
         achieved = {
-            name: work[name] / seconds for name, seconds in facts.operations.items() if work.get(name) and seconds > 0
+            name: work[name] / seconds
+            for name, seconds in facts.operations.items()
+            if work.get(name) and seconds > 0 and seconds >= least
         }
         return Signals(sum(lengths) / len(lengths), float(p95), achieved, facts.peak_bytes)
 

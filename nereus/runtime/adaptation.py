@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from statistics import median
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.control.controller import (
@@ -45,6 +46,9 @@ from nereus.runtime import journal as record
 from nereus.runtime.journal import Journal
 from nereus.runtime.schedule import Schedule, Wish
 from nereus.runtime.searching import Answered, Asked, Searcher
+
+SETTLING_STEPS = 2
+"""So many steps after the start and after a change find cold caches and old queues: their speeds are no drift."""
 
 COMPARED_STEPS = 3
 """So many steps after a change are measured before they are compared with the prediction."""
@@ -86,6 +90,8 @@ class Adaptation:
         self._controller = Controller(plan, Monitor(int(cluster.device.memory_bytes)), gamma=config.adapt.gamma)
         self._plan = plan
         self._step = self._first_step = step
+        self._since = 0
+        """Steps under the present plan."""
         self._pool = frozenset(slot.id for slot in cluster.slots())
         self._supply = deque(parse_supply(config.emulate.slots))
         self._away: dict[SlotId, float] = {}
@@ -94,6 +100,7 @@ class Adaptation:
         self._proposals: tuple[Proposal, ...] = ()
         self._expected: _Expected | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prepared = False
         self.restart = ""
         """Why nothing but a checkpoint is left, if so."""
         self.stuck = ""
@@ -120,6 +127,7 @@ class Adaptation:
         self._schedule.ended(plan, failure, seconds)
         if not failure:
             self._in_force(plan)
+            self.stuck = ""
         if pending is None:
             return
         proposal = next((one for one in self._proposals if one.plan == pending.plan), None)
@@ -140,17 +148,22 @@ class Adaptation:
 
     def _in_force(self, plan: Plan) -> None:
         self._plan = plan
+        self._since = 0
         self._expected = None
-        self.stuck = ""
 
     # What happens
 
     def stepped(self, step: int, facts: StepFacts, step_s: float) -> None:
         """Learn from a step; ``step`` steps are done."""
         self._step = step
+        self._since += 1
         self._estimate = self._estimate.observed(self._plan, facts)
         self._expect(step_s)
-        self._tell(StepReport(step, self._estimate.signals(self._plan)))
+        signals = self._estimate.signals(self._plan)
+        calibrated = step - self._first_step >= self._config.adapt.calibrate_steps
+        if not calibrated or self._since <= SETTLING_STEPS:
+            signals = replace(signals, efficiency={})
+        self._tell(StepReport(step, signals))
         while self._supply and self._supply[0].step <= step:
             slots = self._supply.popleft().slots
             self.pool([slot.id for slot in self._cluster.slots() if slot.id < slots])
@@ -173,6 +186,9 @@ class Adaptation:
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Look after slots that are lost: one that does not come back in time is not counted on any more."""
+        if not self._prepared:
+            self._prepared = True
+            self._spawn(self._searcher.prepare(), "prepare-search")
         for slot in sorted(self._pool - frozenset(alive) - self._away.keys()):
             self._away[slot] = now
         back = tuple(slot for slot in self._away if slot in alive)
@@ -227,7 +243,10 @@ class Adaptation:
         async def ask() -> None:
             self._report(await self._searcher.search(asked))
 
-        task = asyncio.create_task(ask(), name=f"search-{search.search}")
+        self._spawn(ask(), f"search-{search.search}")
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

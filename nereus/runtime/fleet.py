@@ -9,7 +9,7 @@ replacement starts from nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nereus.actors.names import RELAY, REWARD, slot_of, slot_worker
@@ -66,12 +66,14 @@ class Fleet:
         self._workers = {name: Worker(name, emu) for name, emu in workers.items()}
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Fleet:
-        """Name the workers that ``plan`` needs: the relay, the reward service, and one process per slot."""
-        slots: dict[str, Emu | None] = {
-            slot_worker(slot): emu for emu in plan.emus if emu.model_stage != POLICY_WEIGHTS for slot in emu.slots
-        }
-        return cls({RELAY: plan.of(POLICY_WEIGHTS)[0], REWARD: None, **slots})
+    def of_plan(cls, plan: Plan, slots: Iterable[SlotId] = ()) -> Fleet:
+        """Name the workers that ``plan`` needs: the relay, the reward service, and one process per slot.
+
+        The others of ``slots`` get an idle one, which a later plan may use.
+        """
+        idle: dict[str, Emu | None] = {slot_worker(slot): None for slot in slots}
+        used = {slot_worker(slot): emu for emu in plan.emus if emu.model_stage != POLICY_WEIGHTS for slot in emu.slots}
+        return cls({RELAY: plan.of(POLICY_WEIGHTS)[0], REWARD: None, **idle, **used})
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]

@@ -41,7 +41,7 @@ from nereus.runtime.journal import Journal, read_journal, replay
 from nereus.runtime.logs import configure_logs
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
-from nereus.runtime.placement import initial_plan
+from nereus.runtime.placement import initial_plan, slots_to_start
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.regroup import StateLost
@@ -172,7 +172,9 @@ class _Assembly:
             self._catch_signals(stack)
             # What can be refused comes before what takes long.
             plan = initial_plan(config)
-            ensure_keys(folder.keys, [SUPERVISOR, *(worker.name for worker in Fleet.of_plan(plan))])
+            ensure_keys(
+                folder.keys, [SUPERVISOR, *(worker.name for worker in Fleet.of_plan(plan, slots_to_start(config)))]
+            )
             endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
             stack.push_async_callback(endpoint.close)
             dataset = open_dataset(config.data)

@@ -45,6 +45,11 @@ def initial_plan(config: JobConfig) -> Plan:
     )
 
 
+def slots_to_start(config: JobConfig) -> range:
+    """Return the slots that get a process besides those of the first plan: all, where plans may come to use them."""
+    return range(config.cluster.slots if config.adapt.mode != "off" else 0)
+
+
 def ordinals_after(plan: Plan, before: Mapping[ModelStage, int]) -> dict[ModelStage, int]:
     """Return the first ordinal of each model-stage that neither ``plan`` nor what came ``before`` has used."""
     found = dict(before)

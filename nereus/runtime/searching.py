@@ -48,6 +48,9 @@ class Answered(Struct, frozen=True):
 class Searcher(Protocol):
     """Answers the planner's questions."""
 
+    async def prepare(self) -> None:
+        """Do ahead what the first question would have to wait for."""
+
     async def search(self, asked: Asked) -> Answered:
         """Return what was found; a failure is an answer without proposals that says why."""
 
@@ -68,6 +71,10 @@ class ProcessSearcher:
         self._turn = asyncio.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Answered)
+
+    async def prepare(self) -> None:
+        async with self._turn:
+            await self._started()
 
     async def search(self, asked: Asked) -> Answered:
         async with self._turn:

@@ -63,6 +63,7 @@ from nereus.runtime.figures import group_figures, step_facts
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.groups import Groups
 from nereus.runtime.journal import Journal
+from nereus.runtime.placement import slots_to_start
 from nereus.runtime.processes import Exited
 from nereus.runtime.publishing import Published, Publishing
 from nereus.runtime.regroup import Regrouped, StateLost, regroup
@@ -147,7 +148,7 @@ class Supervisor:
     ) -> None:
         """``adapt`` makes what decides about plans, given whom to tell of answers; None: the job file says them all."""
         self._config = config
-        self._fleet = Fleet.of_plan(plan)
+        self._fleet = Fleet.of_plan(plan, slots_to_start(config))
         self._run_id = run_id
         self._store = store
         self._origin = origin
