@@ -233,9 +233,15 @@ class FakeCollectives:
         """Let ``slot`` do nothing more in a step; others notice when it is gone, or when their time is up."""
         self._hung.add(slot)
 
+    @property
+    def hanging(self) -> bool:
+        """Whether any slot hangs."""
+        return bool(self._hung)
+
     def gone(self, slot: SlotId) -> None:
         """Break the steps that ``slot`` is in or was expected in."""
         self._dead.add(slot)
+        self._hung.discard(slot)
         for key, waiting in self._steps.items():
             if any(slot in trainer.members for trainer, _ in waiting.values()):
                 self._break(key, slot)
