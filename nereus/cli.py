@@ -229,6 +229,42 @@ def status(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = Fals
 
 
 @app.command
+def drain(folder: Path, slot: int) -> int:
+    """Take a slot out of a running job: the next plan does without it, then its process leaves.
+
+    Parameters
+    ----------
+    folder
+        The run folder.
+    slot
+        The slot's number (see "nereus status").
+    """
+    from nereus.bus.loop import run as run_loop
+    from nereus.runtime import operator
+
+    print(run_loop(operator.drain(folder, slot)))
+    return EXIT_OK
+
+
+@app.command
+def worker(*, join: Path) -> int:
+    """Join a running job as one more slot, until the job ends or drains it.
+
+    Parameters
+    ----------
+    join
+        The run folder.
+    """
+    from nereus.bus.loop import run as run_loop
+    from nereus.runtime import operator
+    from nereus.runtime.worker import serve
+
+    words = run_loop(operator.join(join))
+    print(f"joining as {words[words.index('--worker') + 1]}", flush=True)
+    return serve(words)
+
+
+@app.command
 def report(folder: Path) -> int:
     """Write report.html for a run, and print where it is.
 

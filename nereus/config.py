@@ -58,6 +58,8 @@ class ClusterConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     profile: str = ""
     """What the planner takes a slot and its links to be: a profile of ``profiles/clusters`` or a TOML file. Empty: the
     profile ``cpu`` for CPU slots."""
+    joinable: Annotated[int, Meta(ge=0, le=1024)] = 8
+    """How many more slots may join while the job runs (``nereus worker --join``)."""
     group_timeout_s: PositiveFloat = 60.0
     """How long a collective may take before its peers count as lost."""
 
@@ -278,8 +280,7 @@ class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     link_latency_us: NonNegativeFloat = 0.0
     """What starting a message between two slots takes, in microseconds."""
     slots: str = ""
-    """A pool that shrinks and grows, such as "12 4; 24 6": after step 12 the job has 4 slots, after step 24 it has 6. Needs
-    ``adapt.mode``."""
+    """A pool that shrinks and grows, such as "12 4; 24 6": 4 slots after step 12, 6 after step 24. Needs ``adapt.mode``."""
 
 
 class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"async_": "async"}):

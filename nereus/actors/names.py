@@ -10,6 +10,8 @@ from nereus.core.plan import SlotId
 SUPERVISOR = "supervisor"
 RELAY = "weights-0"
 REWARD = "reward-0"
+OPERATOR = "operator"
+"""Whoever asks a running job for something from the command line."""
 
 
 def slot_worker(slot: SlotId) -> str:

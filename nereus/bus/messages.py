@@ -90,6 +90,25 @@ class Shutdown(_Message, frozen=True, tag=True):
     reason: Text = ""
 
 
+class Admit(_Message, frozen=True, tag=True):
+    """Operator -> supervisor: one more slot wants to join; the answer is ``Admitted``."""
+
+    host: Name
+
+
+class Admitted(_Message, frozen=True, tag=True):
+    """Reply: come as this worker."""
+
+    worker: Name
+    attempt: Count
+
+
+class DrainSlot(_Message, frozen=True, tag=True):
+    """Operator -> supervisor: do without this slot, and let its process leave."""
+
+    slot: Count
+
+
 # Placement
 
 
@@ -547,6 +566,9 @@ Message = (
     | Refused
     | Fault
     | Shutdown
+    | Admit
+    | Admitted
+    | DrainSlot
     | Assign
     | Ready
     | Peers

@@ -246,7 +246,7 @@ def _adaptation(job: LoadedJob) -> Iterator[ConfigError]:
     if adapts and config.cluster.device != "cpu" and not config.cluster.profile:
         yield job.refuse(
             "cluster.profile",
-            f"adapt.mode {config.adapt.mode} compares plans, and nothing says how fast {config.cluster.device} slots are",
+            f"adapt.mode {config.adapt.mode} compares plans, and nothing says how fast a slot is",
             f"name one of {', '.join(profile_names('clusters'))}, or a file like those of profiles/clusters",
         )
     if config.cluster.profile:

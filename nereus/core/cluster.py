@@ -107,6 +107,11 @@ class Cluster(Struct, frozen=True):
         nodes = tuple(Node(node.host, tuple(slot for slot in node.slots if slot not in lost)) for node in self.nodes)
         return self._with(tuple(node for node in nodes if node.slots))
 
+    def joined_by(self, slots: Collection[SlotId]) -> Cluster:
+        """Return the pool with more slots on its last node."""
+        *others, last = self.nodes
+        return self._with((*others, Node(last.host, (*last.slots, *slots))))
+
     def resized(self, slots: int) -> Cluster:
         """Return the same machine with ``slots`` slots on full nodes, the last one perhaps partial."""
         return self._with(uniform_nodes(slots, self.slots_per_node))

@@ -94,6 +94,7 @@ class Adaptation:
         """Steps under the present plan."""
         self._pool = frozenset(slot.id for slot in cluster.slots())
         self._supply = deque(parse_supply(config.emulate.slots))
+        self._drained: set[SlotId] = set()
         self._away: dict[SlotId, float] = {}
         """Slots that do not answer, and since when."""
         self._pending: BeginTransition | None = None
@@ -184,6 +185,12 @@ class Adaptation:
         if added or revoked:
             self._tell(PoolChanged(self._step, added, revoked))
 
+    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
+        """Do without ``slot``: the next plan has to."""
+        self._drained.add(slot)
+        self.pool(self._pool - {slot})
+        return ""
+
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Look after slots that are lost: one that does not come back in time is not counted on any more."""
         if not self._prepared:
@@ -194,9 +201,14 @@ class Adaptation:
         back = tuple(slot for slot in self._away if slot in alive)
         for slot in back:
             del self._away[slot]
-        if returned := tuple(slot for slot in back if slot not in self._pool):
-            self._pool |= frozenset(returned)
-            self._tell(PoolChanged(self._step, added=returned))
+        known = frozenset(slot.id for slot in self._cluster.slots())
+        guests = tuple(sorted(frozenset(alive) - known - self._drained))
+        if guests:
+            self._cluster = self._cluster.joined_by(guests)
+        returned = tuple(slot for slot in back if slot not in self._pool and slot not in self._drained)
+        if new := (*returned, *guests):
+            self._pool |= frozenset(new)
+            self._tell(PoolChanged(self._step, added=new))
         patience_s = self._config.adapt.patience_s
         given_up = tuple(slot for slot, since in self._away.items() if slot in self._pool and now - since > patience_s)
         if given_up:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nereus.actors.names import RELAY, REWARD, slot_of, slot_worker
 from nereus.bus.messages import Hello, Peer
-from nereus.core.plan import POLICY_WEIGHTS, Emu, Plan, PolicyVersion, SlotId
+from nereus.core.plan import POLICY_TRAINING, POLICY_WEIGHTS, Emu, Plan, PolicyVersion, SlotId
 
 
 class State(enum.Enum):
@@ -46,6 +46,10 @@ class Worker:
     """What it was last told to switch to."""
     fault: str = ""
     restarts: int = 0
+    guest: bool = False
+    """It has joined by itself: nobody here starts it again."""
+    retired: bool = False
+    """It is to leave, or has left, because an operator wants its slot."""
     running: set[int] = field(default_factory=set)
     """Groups granted to it that are not yet accepted."""
 
@@ -85,13 +89,19 @@ class Fleet:
         return iter(self._workers.values())
 
     def slots(self) -> list[SlotId]:
-        """Return the slots whose worker is alive, in order."""
-        found = ((slot_of(worker.name), worker.alive) for worker in self)
+        """Return the slots whose worker is alive and stays, in order."""
+        found = ((slot_of(worker.name), worker.alive and not worker.retired) for worker in self)
         return sorted(slot for slot, alive in found if slot is not None and alive)
 
     def of(self, stage: object) -> list[Worker]:
         """Return the workers whose unit belongs to a model-stage."""
         return [worker for worker in self if worker.emu is not None and worker.emu.model_stage == stage]
+
+    def admit(self, slot: SlotId) -> Worker:
+        """Expect a guest as ``slot``."""
+        name = slot_worker(slot)
+        self._workers[name] = worker = Worker(name, guest=True)
+        return worker
 
     def commit(self, plan: Plan) -> list[Worker]:
         """Give every slot its unit of ``plan``; return the slots that have another model-stage now.
@@ -140,5 +150,6 @@ class Fleet:
         ]
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the addresses of all servers that have joined."""
-        return tuple(Peer(worker.name, worker.service) for worker in self if worker.service)
+        """Return where the servers that others talk to listen: the relay, the reward service and the lead trainer."""
+        servers = (self[RELAY], self[REWARD], *self.of(POLICY_TRAINING)[:1])
+        return tuple(Peer(worker.name, worker.service) for worker in servers if worker.service)

@@ -84,6 +84,11 @@ class RunPaths:
         return self.path / "keys"
 
     @property
+    def address(self) -> Path:
+        """Where the supervisor listens, while the run is going on."""
+        return self.path / "supervisor.json"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -20,7 +20,7 @@ import structlog
 import xxhash
 from rich.console import Console
 
-from nereus.actors.names import SUPERVISOR
+from nereus.actors.names import OPERATOR, RELAY, REWARD, SUPERVISOR, slot_worker
 from nereus.actors.slot import modules_for
 from nereus.algo.sampler import Cursor
 from nereus.backends.manifest import MODEL_FOLDER
@@ -34,14 +34,13 @@ from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.checkpoints import MODEL_SUFFIXES, CheckpointStore
 from nereus.runtime.dataset import Dataset, open_dataset
 from nereus.runtime.display import Display, make_display
-from nereus.runtime.fleet import Fleet
 from nereus.runtime.folder import RunFolder
 from nereus.runtime.folder import State as FolderState
 from nereus.runtime.journal import Journal, read_journal, replay
 from nereus.runtime.logs import configure_logs
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
-from nereus.runtime.placement import initial_plan, slots_to_start
+from nereus.runtime.placement import initial_plan, slots_ever
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.regroup import StateLost
@@ -172,11 +171,11 @@ class _Assembly:
             self._catch_signals(stack)
             # What can be refused comes before what takes long.
             plan = initial_plan(config)
-            ensure_keys(
-                folder.keys, [SUPERVISOR, *(worker.name for worker in Fleet.of_plan(plan, slots_to_start(config)))]
-            )
+            ensure_keys(folder.keys, [SUPERVISOR, OPERATOR, RELAY, REWARD, *map(slot_worker, slots_ever(config))])
             endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
             stack.push_async_callback(endpoint.close)
+            folder.address.write_text(json.dumps({"address": endpoint.address, "attempt": folder.attempt}))
+            stack.callback(folder.address.unlink, missing_ok=True)
             dataset = open_dataset(config.data)
             self._display.event(dataset.description)
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
@@ -200,6 +199,7 @@ class _Assembly:
                 config,
                 plan,
                 run_id=folder.name,
+                attempt=folder.attempt,
                 store=store,
                 origin=origin,
                 endpoint=endpoint,

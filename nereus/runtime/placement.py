@@ -50,6 +50,11 @@ def slots_to_start(config: JobConfig) -> range:
     return range(config.cluster.slots if config.adapt.mode != "off" else 0)
 
 
+def slots_ever(config: JobConfig) -> range:
+    """Return all slots that the job can ever have: each has a key of its own."""
+    return range(config.cluster.slots + config.cluster.joinable)
+
+
 def ordinals_after(plan: Plan, before: Mapping[ModelStage, int]) -> dict[ModelStage, int]:
     """Return the first ordinal of each model-stage that neither ``plan`` nor what came ``before`` has used."""
     found = dict(before)

@@ -62,6 +62,9 @@ class Planning(Protocol):
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Take note of which slots are alive."""
 
+    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
+        """Do without ``slot``, ``slots`` being left; return why that cannot be done, or nothing."""
+
     def answered(self, answered: Answered) -> None:
         """Take the answer to a search."""
 
@@ -82,8 +85,11 @@ class Schedule:
         self._ordinals = ordinals_after(plan, {})
         self._tries = 0
 
-    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
-        """Return the plan to change to before the next step, ``step`` steps being done; None: stay."""
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId], gone: Collection[SlotId] = ()) -> Wish | None:
+        """Return the plan to change to before the next step, ``step`` steps being done; None: stay.
+
+        Slots that are ``gone`` for good are left as soon as there are others in their place.
+        """
         while self._asked and self._asked[0].step <= step:
             change = self._asked.popleft()
             self._train, self._rollout, self._tries = change.train, change.rollout, 0
@@ -91,7 +97,8 @@ class Schedule:
         there = plan.replication(POLICY_TRAINING), plan.replication(POLICY_GENERATION)
         wanted = self._train, self._rollout
         enough = sum(replication.slots for replication in wanted) <= len(slots)
-        if there == wanted or not enough or self._tries >= MAX_TRIES:
+        leaving = any(slot in gone for emu in plan.emus for slot in emu.slots)
+        if (there == wanted and not leaving) or not enough or self._tries >= MAX_TRIES:
             return None
         return Wish(next_plan(plan, *wanted, slots, self._ordinals), self._why)
 
@@ -100,6 +107,13 @@ class Schedule:
         train, rollout = plan.replication(POLICY_TRAINING), plan.replication(POLICY_GENERATION)
         assert train is not None and rollout is not None, "a plan of a run trains and generates"
         self._train, self._rollout, self._why, self._tries = train, rollout, why, 0
+
+    def drain(self, slots: Collection[SlotId]) -> str:
+        """Say why what is asked for does not fit on ``slots``, if it does not."""
+        needed = self._train.slots + self._rollout.slots
+        if len(slots) >= needed:
+            return ""
+        return f"{self._train} and {self._rollout} need {needed} slots and {len(slots)} would be left; set adapt.mode"
 
     @property
     def ordinals(self) -> dict[ModelStage, int]:
@@ -124,9 +138,10 @@ class GivenPlans:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
+        self._drained: set[SlotId] = set()
 
     def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
-        return self._schedule.wish(step, plan, slots)
+        return self._schedule.wish(step, plan, slots, self._drained)
 
     def began(self, plan: Plan) -> None:
         self._schedule.began(plan)
@@ -145,6 +160,12 @@ class GivenPlans:
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Slots that are lost are waited for."""
+
+    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
+        refused = self._schedule.drain(slots)
+        if not refused:
+            self._drained.add(slot)
+        return refused
 
     def answered(self, answered: Answered) -> None:
         raise AssertionError("nothing was asked")

@@ -23,17 +23,21 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from nereus.actors.names import RELAY, REWARD, slot_of
+from nereus.actors.names import OPERATOR, RELAY, REWARD, slot_of, slot_worker
 from nereus.algo.staleness import Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
+    Admit,
+    Admitted,
     Assign,
+    DrainSlot,
     Fault,
     GroupAccepted,
     GroupFailed,
     GroupRef,
     Hello,
     Message,
+    Ok,
     Peers,
     PublishFailed,
     Ready,
@@ -53,7 +57,7 @@ from nereus.bus.messages import (
     Welcome,
 )
 from nereus.config import JobConfig
-from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Emu, Plan
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Emu, Plan, SlotId
 from nereus.errors import CheckpointError, PeerLost
 from nereus.runtime import journal as record
 from nereus.runtime.changes import PlanChanges, Transformed
@@ -136,6 +140,7 @@ class Supervisor:
         plan: Plan,
         *,
         run_id: str,
+        attempt: int = 1,
         store: str,
         origin: Origin,
         endpoint: Endpoint,
@@ -150,6 +155,7 @@ class Supervisor:
         self._config = config
         self._fleet = Fleet.of_plan(plan, slots_to_start(config))
         self._run_id = run_id
+        self._attempt = attempt
         self._store = store
         self._origin = origin
         self._endpoint = endpoint
@@ -287,6 +293,8 @@ class Supervisor:
                 log.warning("message refused: older plan epoch", peer=peer, type=type(message).__name__, epoch=epoch)
 
     async def _on_delivery(self, delivery: Delivery) -> None:
+        if delivery.peer == OPERATOR:
+            return await self._reply(delivery, await self._on_operator(delivery.message))
         if delivery.peer not in self._fleet:
             return await self._reply(delivery, Refused(f"{delivery.peer} is not a worker of this run"))
         worker = self._fleet[delivery.peer]
@@ -322,6 +330,54 @@ class Supervisor:
             case other:
                 log.warning("message not understood", worker=worker.name, type=type(other).__name__)
         return None
+
+    # The operator
+
+    async def _on_operator(self, message: Message) -> Message:
+        match message:
+            case Admit(host):
+                return self._admit(host)
+            case DrainSlot(slot):
+                return await self._drain_slot(slot)
+            case other:
+                return Refused(f"an operator cannot ask for {type(other).__name__}")
+
+    def _admit(self, host: str) -> Message:
+        """Let one more slot come; it is idle until a plan uses it."""
+        cluster = self._config.cluster
+        for slot in range(cluster.slots, cluster.slots + cluster.joinable):
+            name = slot_worker(slot)
+            if name not in self._fleet or (self._fleet[name].guest and self._fleet[name].state is State.GONE):
+                self._fleet.admit(slot)
+                self._observer.note(f"{name} is expected from {host}")
+                return Admitted(name, self._attempt)
+        return Refused(f"{cluster.joinable} slots have joined already (cluster.joinable)")
+
+    async def _drain_slot(self, slot: SlotId) -> Message:
+        """Have the next plan do without a slot, then let its process leave."""
+        name = slot_worker(slot)
+        if name not in self._fleet or not self._fleet[name].alive or self._fleet[name].retired:
+            return Refused(f"{name} is not there; slots: {', '.join(map(str, self._fleet.slots()))}")
+        left = [other for other in self._fleet.slots() if other != slot]
+        if refused := self._planning.drain(slot, left):
+            return Refused(refused)
+        self._fleet[name].retired = True
+        self._observer.note(f"{name} is drained: the next plan does without it")
+        await self._go_on()
+        return Ok()
+
+    async def _let_go(self) -> None:
+        """Let the processes leave whose slots no plan uses any more."""
+        used = self._changes.plan.slots() | (self._changes.running.slots() if self._changes.running else frozenset())
+        for worker in self._fleet:
+            if worker.retired and worker.alive and slot_of(worker.name) not in used:
+                await self._send(worker.name, Shutdown("its slot is drained"))
+                self._fleet.lost(worker.name)
+                gone = record.WorkerGone(
+                    worker=worker.name, incarnation=worker.incarnation, why="its slot is drained", expected=True
+                )
+                self._journal.append(gone)
+                self._observer.fleet(self._fleet)
 
     # Workers come and go
 
@@ -407,6 +463,8 @@ class Supervisor:
     async def _exited(self, worker: Worker, why: str) -> None:
         """A process has ended: see to its loss, then start its replacement."""
         await self._lost(worker, why)
+        if worker.retired or worker.guest:
+            return
         worker.restarts += 1
         self._restarts += 1
         if worker.restarts > MAX_RESTARTS:
@@ -564,6 +622,7 @@ class Supervisor:
         """Do what comes first: publish what is not visible, begin the plan change that is due, or train."""
         if self._training is not None or self._hold is not None or self._changes.running or self._weights.busy:
             return
+        await self._let_go()
         if self._draining or (self._started and self._step >= self._config.run.steps):
             return
         if self._weights.due:

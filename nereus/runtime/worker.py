@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -85,20 +86,24 @@ def _actor(
 
 def main() -> None:
     """Entry of ``python -m nereus.runtime.worker``."""
+    die_with_parent()
+    sys.exit(serve(sys.argv[1:]))
+
+
+def serve(words: Sequence[str]) -> int:
+    """Be the worker that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(description="One worker process of a run; started by the supervisor.")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--supervisor", required=True)
-    given = parser.parse_args()
-    die_with_parent()
+    given = parser.parse_args(words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor alone decides when to drain
     try:
-        code = run(work(RunPaths(given.run, given.attempt), given.worker, given.supervisor))
+        return run(work(RunPaths(given.run, given.attempt), given.worker, given.supervisor))
     except (NereusError, TimeoutError) as error:
         log.error("leaving", reason=str(error))
-        code = 2 if isinstance(error, ConfigError) else 1
-    sys.exit(code)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":
