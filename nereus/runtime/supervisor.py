@@ -67,6 +67,7 @@ from nereus.runtime.figures import group_figures, step_facts
 from nereus.runtime.fleet import Fleet, State, Worker
 from nereus.runtime.groups import Groups
 from nereus.runtime.journal import Journal
+from nereus.runtime.loopwatch import LoopWatch
 from nereus.runtime.placement import slots_to_start
 from nereus.runtime.processes import Exited
 from nereus.runtime.publishing import Published, Publishing
@@ -191,6 +192,7 @@ class Supervisor:
             "plan": msgspec.to_builtins(plan),
         }
         self._saver = Saver(checkpoints, origin.model, about, saved_step=origin.step or -1)
+        self._watch = LoopWatch()
         self._started = False
         self._draining = ""
         self._outcome: Outcome | None = None
@@ -206,6 +208,7 @@ class Supervisor:
             asyncio.create_task(self._pump(self._endpoint.receive), name="bus"),
             asyncio.create_task(self._pump(self._launcher.exits.get), name="exits"),
             asyncio.create_task(self._ticks(), name="ticks"),
+            asyncio.create_task(self._watch.run(), name="loop watch"),
         ]
         try:
             self._journal.append(record.PlanCommitted(plan=self._changes.plan, why="start"))
@@ -596,6 +599,7 @@ class Supervisor:
             "timing_s/wait_for_batch": training.waited_s,
             "timing_s/train": now - training.began,
             "fleet/restarts": self._restarts,
+            "supervisor/blocked_s": self._watch.longest_s(),
         }
         self._training, self._idle_since, self._progress_at = None, now, now
         self._holds = 0
