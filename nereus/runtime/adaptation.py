@@ -239,6 +239,11 @@ class Adaptation:
                 log.info("decided", decision=kind, because=because)
             case Search():
                 self._search(effect)
+            case BeginTransition(plan) if frozenset(plan.emus) == frozenset(self._plan.emus):
+                log.info("the plan that runs is the one that was found", epoch=self._plan.epoch)
+                self.stuck = ""
+                self._tell(TransitionEnded(plan.epoch, True))
+                self._controller.plan = self._plan
             case BeginTransition():
                 self._pending = effect
             case AbortTransition():
