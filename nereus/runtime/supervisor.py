@@ -75,7 +75,16 @@ from nereus.runtime.regroup import Regrouped, StateLost, regroup
 from nereus.runtime.saving import Saver
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
 from nereus.runtime.searching import Answered
-from nereus.runtime.surroundings import Launcher, LeftAtOnce, Observer, Origin, Outcome, RunFailed
+from nereus.runtime.surroundings import (
+    Launcher,
+    LeftAtOnce,
+    Observer,
+    Origin,
+    Outcome,
+    RunFailed,
+    TransitionProgress,
+)
+from nereus.runtime.timeline import summarized
 
 MAX_RESTARTS = 5
 """How often one worker is replaced before its deaths end the run."""
@@ -329,6 +338,7 @@ class Supervisor:
                     self._save_failed(f"{worker.name}: {reason}")
             case Fault(where, reason, fatal):
                 worker.fault = reason if fatal else worker.fault
+                worker.switching = None  # a switch that has failed is asked for again
                 log.error("fault", worker=where, reason=reason, fatal=fatal)
             case other:
                 log.warning("message not understood", worker=worker.name, type=type(other).__name__)
@@ -512,6 +522,7 @@ class Supervisor:
             if self._weights.exhausted():
                 raise RunFailed(f"version {published.version} cannot be published: {published.failure}")
             self._weights.failed(published.version)
+            return  # it is tried again with the next tick
         await self._go_on()
 
     # Groups
@@ -637,6 +648,8 @@ class Supervisor:
         elif self._weights.version == self._version and not self._saver.busy:
             self._planning.began(wish.plan)
             self._changes.begin(wish.plan, wish.why, self._weights.tensors, self._weights.tied, self._inbox.put_nowait)
+        else:
+            self._observer.transition(TransitionProgress(summarized(wish.plan)))
 
     def _publish(self) -> None:
         """Have the present weights pushed, if there is somebody to push them and a relay to take them."""
@@ -824,7 +837,10 @@ class Supervisor:
         self._check_deadlines()
         if self._started:
             self._planning.watch(self._fleet.slots(), self._now())
-            await self._go_on()
+            for rollout in self._fleet.of(POLICY_GENERATION):
+                if rollout.state in (State.READY, State.LIVE):
+                    await self._switch(rollout)
+        await self._go_on()
 
     def _check_deadlines(self) -> None:
         now = self._now()
