@@ -19,8 +19,10 @@ from nereus.backends.torch.warmstart import (  # noqa: E402
     IGNORED,
     SupervisedPhase,
     TokenizerSpec,
+    _examples,
     _tensors,
     build_tokenizer,
+    careless,
     demonstrations,
     fingerprint,
     prepare,
@@ -34,6 +36,14 @@ SHAPE = "[model]\nlayers = 1\nhidden = 16\nheads = 2\nkv_heads = 2\nintermediate
 
 def silent(line: str) -> None:
     """Take a line of progress and do nothing with it."""
+
+
+def counting(folder: Path, more: str = "") -> Path:
+    """Write six rows that count from 0, 1, ... and a recipe that shows them."""
+    rows = folder / "rows.jsonl"
+    lines = [f'{{"prompt": "from {i}", "answer": "{i} {i + 1} {i + 2}", "more": 1}}\n' for i in range(6)]
+    rows.write_text("".join(lines))
+    return written(folder, f"{SHAPE}[supervised]\nsource = '{rows}'\n{more}\n")
 
 
 def written(folder: Path, text: str) -> Path:
@@ -81,6 +91,42 @@ def test_noise_spoils_the_stated_share_of_answers() -> None:
     phase = SupervisedPhase(options={"max_digits": 1})
     wrong = [example.target.strip() != example.answer for example in demonstrations(phase, 1000, 3, 0.4)]
     assert 0.35 < sum(wrong) / len(wrong) < 0.45
+
+
+def test_in_a_careless_answer_of_many_numbers_each_may_be_wrong() -> None:
+    answer = " ".join(map(str, range(1000)))
+    said = careless(answer, 0.1, random.Random(0)).split()
+    wrong = [abs(int(word) - right) for right, word in enumerate(said) if int(word) != right]
+    assert 70 < len(wrong) < 130
+    assert set(wrong) == set(range(1, 10))
+    assert careless("from -3, to 12", 0.0, random.Random(0)) == "from -3, to 12"
+
+
+def test_rows_of_a_file_are_shown_again_and_again_and_its_last_ones_are_held_out(tmp_path: Path) -> None:
+    recipe = read_recipe(
+        counting(tmp_path, "rows = 10\nheld_out_rows = 2\nanswer_noise = 0.5\ntemplate = 'Q: {prompt}'")
+    )
+    clean, noisy, held_out = _examples(recipe.supervised, tmp_path)
+    assert [example.prompt for example in clean] == [f"Q: from {i % 4}" for i in range(10)]
+    assert [example.target for example in clean[:2]] == [" 0 1 2", " 1 2 3"]
+    assert [example.prompt for example in held_out] == ["Q: from 4", "Q: from 5"]
+    assert [example.answer for example in noisy] == [example.answer for example in clean]
+    assert noisy[0].target != noisy[4].target or noisy[1].target != noisy[5].target  # of the same rows
+
+
+def test_the_name_changes_with_the_rows_of_a_file(tmp_path: Path) -> None:
+    recipe = read_recipe(counting(tmp_path))
+    first = fingerprint(recipe)
+    rows = Path(recipe.supervised.source)
+    rows.write_text(rows.read_text().replace("from 0", "from zero"))
+    assert fingerprint(recipe) != first
+
+
+def test_a_model_is_taught_the_rows_of_a_file(tmp_path: Path) -> None:
+    more = "steps = 3\nrows = 8\nbatch = 4\nheld_out_rows = 2\nmax_new_tokens = 4"
+    lines: list[str] = []
+    prepare(counting(tmp_path, more), tmp_path / "cache", threads=1, progress=lines.append)
+    assert sum("of 2 held-out answers" in line for line in lines) == 2
 
 
 def test_only_the_target_and_its_end_are_learned() -> None:
@@ -156,6 +202,11 @@ def test_the_name_changes_with_the_values_and_not_with_comments(tmp_path: Path) 
             r"recipe\.toml: supervised\.source: reasoning_gym has no task 'chainsum'; did you mean chain_sum\?",
         ),
         ("[supervised]\nsource = 'reasoning_gym:gcd'\ntarget = 'running_totals'\n", r"supervised\.target: .* gcd|gcd"),
+        (
+            "[supervised]\nsource = 'absent.jsonl'\n",
+            r"recipe\.toml: supervised\.source: there is no file absent\.jsonl",
+        ),
+        ("[supervised]\nsource = 'rows.txt'\n", r"recipe\.toml: supervised\.source: "),
         ("[model\n", r"recipe\.toml: is not TOML"),
     ],
 )
@@ -163,6 +214,23 @@ def test_a_bad_recipe_names_file_key_and_remedy(tmp_path: Path, text: str, messa
     with pytest.raises(ConfigError, match=message):
         prepare(written(tmp_path, text), tmp_path / "cache", threads=1, progress=silent)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ('{"prompt": "p", "answer": "1"}\n{"prompt": "p"}\n', "", r"rows\.jsonl:2: is no row .*answer"),
+        ("\n", "", r"rows\.jsonl:1: is no row"),
+        ('{"prompt": "p", "answer": "1"}\n', "", r"rows\.jsonl: holds 1 rows, of which .* 1 are held out"),
+        ('{"prompt": "p", "answer": "1"}\n', "options = {min = 1}", r"recipe\.toml: supervised\.options: "),
+    ],
+)
+def test_a_bad_file_of_rows_is_named_with_the_line(tmp_path: Path, rows: str, more: str, message: str) -> None:
+    recipe = counting(tmp_path, f"steps = 1\nheld_out_rows = 1\n{more}")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with pytest.raises(ConfigError, match=message):
+        prepare(recipe, tmp_path / "cache", threads=1, progress=silent)
+    assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:

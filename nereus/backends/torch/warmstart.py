@@ -1,9 +1,10 @@
 """How does a job get a small model to start from when nobody has one at hand? It makes one, from a recipe.
 
-A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task. Owns
-the recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a folder in the cache is complete,
-or is not there; its name changes whenever the recipe's values or this file change, so a stale model is never served;
-the same recipe gives the same weights on the same machine; the tokenizer gives every text back unchanged.
+A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task or on
+the rows of a JSONL file. Owns the recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a
+folder in the cache is complete, or is not there; its name changes whenever the recipe's values, its rows or this file
+change, so a stale model is never served; the same recipe gives the same weights on the same machine; the tokenizer
+gives every text back unchanged.
 
 Run by hand: ``python -m nereus.backends.torch.warmstart RECIPE CACHE [--threads N]``.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import hashlib
+import itertools
 import math
 import random
 import re
@@ -41,6 +43,8 @@ Probability = Annotated[float, Meta(ge=0, lt=1)]
 Progress = Callable[[str], None]
 
 REPORT_EVERY_S = 3.0
+FILE_SUFFIX = ".jsonl"
+NUMBER = re.compile(r"-?\d+")
 IGNORED = -100
 """The label of positions that are not learned: prompts and padding."""
 
@@ -71,19 +75,23 @@ class TokenizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[supervised]``: what the model is shown before reinforcement learning."""
 
-    source: Annotated[str, Meta(pattern=r"^reasoning_gym:\w+$")] = "reasoning_gym:chain_sum"
+    source: Annotated[str, Meta(pattern=r"^(reasoning_gym:\w+|.+\.jsonl)$")] = "reasoning_gym:chain_sum"
+    """``reasoning_gym:NAME``, or a JSONL file of rows with ``prompt`` and ``answer``; a relative path starts at the
+    current directory."""
     options: dict[str, Any] = {}
     """Passed to reasoning_gym.create_dataset."""
     seed: NonNegative = 1_000_000
     """Of the data (a reasoning-gym row is a function of seed + row number: keep it far from data.seed), of the errors
     shown, the batches and the initial weights."""
     rows: Positive = 4096
+    """A file that has fewer is gone through again, with errors of its own each time."""
     template: str = "{prompt}"
     """Equal to the job's data.template."""
     target: Literal["answer", "running_totals"] = "answer"
     """What is shown: the answer alone, or (chain_sum only) the total after each further term, up to the answer."""
     answer_noise: Probability = 0.0
-    """The chance that a number shown is wrong; in running totals the error is carried on, as by a careless pupil."""
+    """The chance, for each number shown, that it is wrong; in running totals the error is carried on, as by a careless
+    pupil."""
     noise_after: Probability = 0.0
     """The share of the steps that comes first and sees no wrong number."""
     steps: NonNegative = 0
@@ -92,6 +100,7 @@ class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     learning_rate: PositiveFloat = 1e-3
     warmup_steps: NonNegative = 20
     held_out_rows: Positive = 256
+    """Of a file the last ones."""
     max_new_tokens: Positive = 24
 
 
@@ -108,6 +117,13 @@ class Demonstration(Struct, frozen=True):
 
     prompt: str
     target: str
+    answer: str
+
+
+class FileRow(Struct, frozen=True):
+    """One line of a JSONL source; other columns are left alone."""
+
+    prompt: str
     answer: str
 
 
@@ -151,9 +167,11 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Name a recipe's outcome: a digest of its values, of this file, and of the packages that shape the model."""
+    """Name a recipe's outcome: a digest of its values, its rows, this file, and the packages that shape the model."""
     digest = hashlib.sha256(msgspec.json.encode(recipe, order="deterministic"))
     digest.update(Path(__file__).read_bytes())
+    if _is_file(recipe.supervised):
+        digest.update(Path(recipe.supervised.source).read_bytes())
     for package in ("torch", "transformers", "tokenizers", "reasoning_gym"):
         digest.update(f"{package}=={version(package)}\n".encode())
     return digest.hexdigest()[:12]
@@ -192,8 +210,43 @@ def demonstrations(phase: SupervisedPhase, rows: int, first_seed: int, noise: fl
         if phase.target == "running_totals":
             target = running_totals(row["metadata"]["expression"], noise, errors)
         else:
-            target = _slip(row["answer"], noise, errors)
+            target = careless(row["answer"], noise, errors)
         yield Demonstration(phase.template.replace("{prompt}", row["question"]), f" {target}", row["answer"])
+
+
+def read_rows(path: Path) -> list[FileRow]:
+    """Read a JSONL source; ``ConfigError`` names the file and the line."""
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the rows ({error})", where=str(path), remedy="check the recipe's supervised.source"
+        ) from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(msgspec.json.decode(line, type=FileRow))
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"is no row ({error})", where=f"{path}:{number}", remedy='write {"prompt": TEXT, "answer": TEXT}'
+            ) from None
+    return rows
+
+
+def shown(phase: SupervisedPhase, rows: Sequence[FileRow], noise: float) -> list[Demonstration]:
+    """Return one example of each row; each number shown is wrong with probability ``noise``."""
+    errors = random.Random(phase.seed)
+    return [
+        Demonstration(
+            phase.template.replace("{prompt}", row.prompt), f" {careless(row.answer, noise, errors)}", row.answer
+        )
+        for row in rows
+    ]
+
+
+def careless(answer: str, noise: float, errors: random.Random) -> str:
+    """Return ``answer``, in which each whole number is wrong with probability ``noise``."""
+    return NUMBER.sub(lambda number: _slip(number[0], noise, errors), answer) if noise else answer
 
 
 def running_totals(expression: str, noise: float, errors: random.Random) -> str:
@@ -239,6 +292,8 @@ def _make(recipe: Recipe, path: Path, folder: Path, progress: Progress) -> None:
 
 def _examples(phase: SupervisedPhase, path: Path) -> tuple[list[Demonstration], ...]:
     """Return the training rows without and with noise, and the held-out ones."""
+    if _is_file(phase):
+        return _examples_of_file(phase)
     try:
         return (
             list(demonstrations(phase, phase.rows, phase.seed, 0.0)),
@@ -251,6 +306,18 @@ def _examples(phase: SupervisedPhase, path: Path) -> tuple[list[Demonstration], 
             where=f"{path}: supervised.options",
             remedy="see the task's own configuration class in reasoning_gym",
         ) from error
+
+
+def _examples_of_file(phase: SupervisedPhase) -> tuple[list[Demonstration], ...]:
+    rows = read_rows(Path(phase.source))
+    if len(rows) <= phase.held_out_rows:
+        raise ConfigError(
+            f"holds {len(rows)} rows, of which supervised.held_out_rows {phase.held_out_rows} are held out",
+            where=phase.source, remedy="hold out fewer, or write more rows",
+        )  # fmt: skip
+    taught, held_out = rows[: -phase.held_out_rows], rows[-phase.held_out_rows :]
+    repeated = list(itertools.islice(itertools.cycle(taught), phase.rows))
+    return shown(phase, repeated, 0.0), shown(phase, repeated, phase.answer_noise), shown(phase, held_out, 0.0)
 
 
 def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
@@ -321,14 +388,15 @@ def _accuracy(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Demonstration],
     max_new_tokens: int, *, greedy: bool,
 ) -> float:  # fmt: skip
-    """Return the share of examples whose completion ends in the true answer."""
+    """Return the share of examples whose completion ends in the true answer, all words of it."""
     inputs = tokenizer([example.prompt for example in examples], return_tensors="pt", padding=True)
     output = model.generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id, **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
     )  # fmt: skip
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [text.split()[-1:] == example.answer.split()[-1:] for text, example in zip(texts, examples, strict=True)]
+    wanted = [example.answer.split() for example in examples]
+    right = [text.split()[-len(words) :] == words for text, words in zip(texts, wanted, strict=True)]
     return sum(right) / len(right)
 
 
@@ -376,8 +444,26 @@ def _check(recipe: Recipe, path: Path) -> None:
             f"running_totals is not defined for {phase.source}", where=f"{path}: supervised.target",
             remedy='use "answer", or the source reasoning_gym:chain_sum',
         )  # fmt: skip
-    if phase.steps:
+    if _is_file(phase):
+        _check_file(phase, path)
+    elif phase.steps:
         _check_task(phase, path)
+
+
+def _is_file(phase: SupervisedPhase) -> bool:
+    return phase.source.endswith(FILE_SUFFIX)
+
+
+def _check_file(phase: SupervisedPhase, path: Path) -> None:
+    if phase.options:
+        raise ConfigError(
+            "options are for reasoning_gym sources", where=f"{path}: supervised.options", remedy="remove them"
+        )
+    if not Path(phase.source).is_file():
+        raise ConfigError(
+            f"there is no file {phase.source}", where=f"{path}: supervised.source",
+            remedy=f"relative paths start at the current directory, {Path.cwd()}",
+        )  # fmt: skip
 
 
 def _check_task(phase: SupervisedPhase, path: Path) -> None:
