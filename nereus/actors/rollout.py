@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol
@@ -51,12 +52,15 @@ from nereus.bus.messages import (
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, SlotId
-from nereus.errors import PeerLost, ProtocolError
+from nereus.errors import NereusError, PeerLost, ProtocolError, TransitionError
 
 HAND_OVER_TIMEOUT_S = 120.0
 """How long the collector may take to acknowledge a group (a full window means that training is behind)."""
 
 PULL_TIMEOUT_S = 60.0
+
+ASK_AGAIN_S = 1.0
+"""How long after the loss of a server it is tried again, unless it is named anew before."""
 
 
 class TextCodec(Protocol):
@@ -149,11 +153,11 @@ class RolloutActor:
 
     async def _commit(self, commit: Commit) -> None:
         """Go on under the new plan, which leaves this unit as it is; a new collector gets what is not trained yet."""
-        before = self._links.get(self._collector)
+        before = self._collector, self._links.address(self._collector)
         await self._links.update(commit.peers)
         self._links.advance(commit.plan.epoch)
         self._collector = slot_worker(commit.plan.of(POLICY_TRAINING)[0].slots[0])
-        if self._links[self._collector] is not before and self._finished:
+        if (self._collector, self._links.address(self._collector)) != before and self._finished:
             task = asyncio.create_task(self._hand_all_over(), name="hand-over")
             self._handing.add(task)
             task.add_done_callback(self._handed)
@@ -181,22 +185,32 @@ class RolloutActor:
     async def _switch(self, version: int) -> None:
         """Take over new weights; when the relay is lost, go on with the old ones until it is back."""
         began = perf_counter()
-        link = self._links[RELAY]
         try:
+            link = await self._links.to(RELAY)
             source = await link.request(RELAY, Pull(version, self._control.name), timeout_s=PULL_TIMEOUT_S)
         except PeerLost as error:
-            await self._control.send(SUPERVISOR, Fault(self._control.name, f"no new weights: {error}", fatal=False))
-            return
+            return await self._keep_weights(error)
         if not isinstance(source, PullFrom):
             raise ProtocolError(f"{RELAY} answered Pull with {type(source).__name__}")
+        failure: TransitionError | None = None
         try:
             interrupted = await self._backend.switch(source, interrupt=self._config.rollout.interrupt)
+        except TransitionError as error:
+            failure = error
         finally:
             with contextlib.suppress(PeerLost):  # then the loan has ended with the relay
                 await link.request(RELAY, PullDone(source.version, self._control.name), timeout_s=PULL_TIMEOUT_S)
+        if failure is not None:
+            if RELAY in link.peers:
+                raise failure
+            return await self._keep_weights(failure)  # what was lent has gone with the relay
         generated = self._generated()
         live = WeightsLive(source.version, source.checksum, perf_counter() - began, interrupted, generated)
         await self._control.send(SUPERVISOR, live)
+
+    async def _keep_weights(self, why: NereusError) -> None:
+        fault = Fault(self._control.name, f"no new weights: {why}", fatal=False)
+        await self._control.send(SUPERVISOR, fault)
 
     def _start(self, spec: GroupSpec) -> None:
         if spec.group in self._running or spec.group in self._finished:
@@ -257,23 +271,31 @@ class RolloutActor:
         )
 
     async def _score(self, spec: GroupSpec, texts: tuple[str, ...]) -> Scored:
-        """Ask the reward service; when it has died and come back elsewhere, ask again (bounded)."""
+        """Ask the reward service; when it is lost, ask again when it is back (bounded)."""
         # The service may still be starting its processes, or be busy with other groups.
         deadline_s = self._config.reward.timeout_s + self._config.bus.start_timeout_s
         message = Score(spec.prompt, texts, spec.columns)
-        for attempt in range(3):
-            link = self._links[REWARD]
+
+        async def ask() -> Message:
+            return await (await self._links.to(REWARD)).request(REWARD, message, timeout_s=deadline_s)
+
+        answer = await self._until_heard(ask, self._config.bus.start_timeout_s)
+        if not isinstance(answer, Scored) or len(answer.rewards) != len(texts):
+            raise ProtocolError(f"{REWARD} answered Score of {len(texts)} completions with {answer!r}"[:500])
+        return answer
+
+    async def _until_heard(self, ask: Callable[[], Awaitable[Message]], patience_s: float) -> Message:
+        """Ask again when the server was lost, which is back soon or was never away; ``PeerLost`` in the end."""
+        clock = asyncio.get_running_loop().time
+        deadline = 0.0
+        while True:
             try:
-                answer = await link.request(REWARD, message, timeout_s=deadline_s)
+                return await ask()
             except PeerLost:
-                if attempt == 2:
+                deadline = deadline or clock() + patience_s
+                if clock() >= deadline:
                     raise
-                await self._links.until_moved(REWARD, link, timeout_s=self._config.bus.start_timeout_s)
-                continue
-            if not isinstance(answer, Scored) or len(answer.rewards) != len(texts):
-                raise ProtocolError(f"{REWARD} answered Score of {len(texts)} completions with {answer!r}"[:500])
-            return answer
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                await self._links.wait_for_news(ASK_AGAIN_S)
 
     def _finish(
         self,
@@ -314,14 +336,16 @@ class RolloutActor:
         return FinishedGroup(message, tuple(np.ascontiguousarray(array).data.cast("B") for array in arrays))
 
     async def _hand_over(self, group: FinishedGroup) -> None:
-        """Send one group to the collector; when that is lost, keep the group for the next one."""
-        link = self._links.get(self._collector)
-        if link is None:
-            return  # it was lost before this unit came
-        try:
-            await link.request(self._collector, group.message, group.frames, timeout_s=HAND_OVER_TIMEOUT_S)
-        except PeerLost:
-            return
+        """Send one group to the collector; once there is another collector, that one gets all groups anew."""
+        collector = self._collector
+
+        async def ask() -> Message:
+            if self._collector != collector or group.message.group not in self._finished:
+                return Ok()
+            link = await self._links.to(collector)
+            return await link.request(collector, group.message, group.frames, timeout_s=HAND_OVER_TIMEOUT_S)
+
+        await self._until_heard(ask, HAND_OVER_TIMEOUT_S)
 
     def _write_transcript(
         self, spec: GroupSpec, texts: tuple[str, ...], scored: Scored, completions: list[Completion]

@@ -381,7 +381,8 @@ class TrainerActor:
     async def _push(self, version: int) -> PushDone:
         """Write this slot's pieces into the relay's buffer; return what is to be told to the relay."""
         writer = self._control.name
-        into = await self._links[RELAY].request(RELAY, PushBegin(version, writer), timeout_s=PUSH_TIMEOUT_S)
+        relay = await self._links.to(RELAY)
+        into = await relay.request(RELAY, PushBegin(version, writer), timeout_s=PUSH_TIMEOUT_S)
         if not isinstance(into, PushInto):
             raise ProtocolError(f"{RELAY} answered PushBegin with {type(into).__name__}")
         pieces = tuple(self._backend.publication())
@@ -389,7 +390,7 @@ class TrainerActor:
         return PushDone(version, writer, pieces, tuple(checksums))
 
     async def _deliver(self, done: PushDone) -> None:
-        await self._links[RELAY].request(RELAY, done, timeout_s=PUSH_TIMEOUT_S)
+        await (await self._links.to(RELAY)).request(RELAY, done, timeout_s=PUSH_TIMEOUT_S)
 
     async def _hand_over(self, done: PushDone) -> None:
         try:

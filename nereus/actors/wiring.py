@@ -7,10 +7,13 @@ in-process bus.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Protocol
 
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Peer
+from nereus.errors import NereusError, PeerLost
 
 
 class Wiring(Protocol):
@@ -21,46 +24,64 @@ class Wiring(Protocol):
 
 
 class Links:
-    """The client endpoints that one actor holds, by server name; reconnects when a server has moved."""
+    """The client endpoints that one actor holds, by server name.
+
+    A link is made when it is first used and again when it was lost: two processes may lose each other while the
+    supervisor hears both, and one that it has just named may be dead by now. Neither may cost more than one request.
+    """
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
+        self._named: dict[str, str] = {}
         self._open: dict[str, tuple[str, Endpoint]] = {}
-        self._moved = asyncio.Condition()
+        self._connecting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._news = asyncio.Condition()
         self._epoch = 0
 
-    async def update(self, peers: tuple[Peer, ...]) -> None:
-        """Connect to every peer whose address is new; an endpoint whose server has moved is closed."""
+    async def update(self, peers: Iterable[Peer]) -> None:
+        """Learn where servers are; an endpoint whose server has moved is closed."""
         for peer in peers:
-            address, endpoint = self._open.get(peer.worker, ("", None))
-            if address == peer.address:
+            if self._named.get(peer.worker) == peer.address:
                 continue
-            fresh = await self._wiring.connect(peer.worker, peer.address)
-            if fresh.epoch < self._epoch:
-                fresh.advance(self._epoch)
-            self._open[peer.worker] = (peer.address, fresh)
+            self._named[peer.worker] = peer.address
+            _, endpoint = self._open.pop(peer.worker, ("", None))
             if endpoint is not None:
                 await endpoint.close()
-        async with self._moved:
-            self._moved.notify_all()
+        async with self._news:
+            self._news.notify_all()
 
-    async def until_moved(self, server: str, endpoint: Endpoint, *, timeout_s: float) -> None:
-        """Wait until ``server`` is reached by another endpoint than ``endpoint``; ``TimeoutError`` names it."""
+    def address(self, server: str) -> str:
+        """Return where ``server`` is; empty if it was never named."""
+        return self._named.get(server, "")
+
+    async def to(self, server: str) -> Endpoint:
+        """Return an endpoint that is connected to ``server``; ``PeerLost`` if it cannot be reached."""
+        async with self._connecting[server]:
+            address = self.address(server)
+            if not address:
+                raise PeerLost(server, "nobody has said where it is")
+            made_for, endpoint = self._open.get(server, ("", None))
+            if endpoint is not None:
+                if made_for == address and server in endpoint.peers:
+                    return endpoint
+                del self._open[server]
+                await endpoint.close()
+            try:
+                fresh = await self._wiring.connect(server, address)
+            except NereusError as error:
+                raise PeerLost(server, str(error)) from error
+            if fresh.epoch < self._epoch:
+                fresh.advance(self._epoch)
+            self._open[server] = (address, fresh)
+            return fresh
+
+    async def wait_for_news(self, seconds: float) -> None:
+        """Wait until the supervisor says where servers are, at most so long."""
         try:
-            async with asyncio.timeout(timeout_s), self._moved:
-                await self._moved.wait_for(lambda: self._open[server][1] is not endpoint)
+            async with asyncio.timeout(seconds), self._news:
+                await self._news.wait()
         except TimeoutError:
-            raise TimeoutError(f"{server} did not come back within {timeout_s:g} s") from None
-
-    def __getitem__(self, server: str) -> Endpoint:
-        return self._open[server][1]
-
-    def __contains__(self, server: str) -> bool:
-        return server in self._open
-
-    def get(self, server: str) -> Endpoint | None:
-        """Return the endpoint to ``server``; None if it was never named."""
-        return self._open[server][1] if server in self._open else None
+            return
 
     def advance(self, epoch: int) -> None:
         """Enter a newer plan epoch on every link, and on those to come."""

@@ -84,6 +84,10 @@ class Endpoint(Protocol):
     @property
     def epoch(self) -> PlanEpoch: ...
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Who is connected, or has not been given up yet; once its server is not, a client endpoint is of no use."""
+
     def advance(self, epoch: PlanEpoch) -> None:
         """Enter a newer plan epoch; ``ValueError`` if it is older than the present one."""
 

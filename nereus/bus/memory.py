@@ -29,7 +29,7 @@ class MemoryBus:
         self.settings = settings or Settings()
         self._servers: dict[str, MemoryEndpoint] = {}
         self._clients: dict[_Address, MemoryEndpoint] = {}
-        self._cut: set[str] = set()
+        self._cut: set[frozenset[str]] = set()
         self._ordinals = itertools.count(1)
 
     def server(self, name: str, *, epoch: PlanEpoch = 0) -> MemoryEndpoint:
@@ -48,19 +48,20 @@ class MemoryBus:
         endpoint.start()
         return endpoint
 
-    def cut(self, name: str) -> None:
-        """Lose every packet from and to ``name`` until ``heal``: a network partition."""
-        self._cut.add(name)
+    def cut(self, *names: str) -> None:
+        """Lose every packet from and to one name, or between two, until ``heal``: a network partition."""
+        self._cut.add(frozenset(names))
 
-    def heal(self, name: str) -> None:
-        self._cut.discard(name)
+    def heal(self, *names: str) -> None:
+        self._cut.discard(frozenset(names))
 
     def _incarnation(self, name: str) -> str:
         return f"{name}.{next(self._ordinals)}"
 
     def carry(self, source: MemoryEndpoint, packet: Packet) -> None:
         """Bring ``packet`` to its endpoint, unless there is none."""
-        if source.name in self._cut or packet.peer in self._cut:
+        ends = frozenset((source.name, packet.peer))
+        if any(cut <= ends for cut in self._cut):
             return
         if source.is_client:
             target = self._servers.get(packet.peer)

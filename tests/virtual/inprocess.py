@@ -165,15 +165,15 @@ class World:
         if worker in self._tasks and (slot := slot_of(worker)) is not None:
             self.collectives.hung(slot)
 
-    def drop(self, worker: str, seconds: float) -> None:
-        """Lose everything that a worker says or is told for a while; it works on."""
-        if worker in self._tasks:
-            self.bus.cut(worker)
-            asyncio.get_running_loop().call_later(seconds, self._heal, worker)
+    def drop(self, seconds: float, *workers: str) -> None:
+        """Lose everything that a worker says or is told, or what passes between two, for a while; they work on."""
+        if all(worker in self._tasks for worker in workers):
+            self.bus.cut(*workers)
+            asyncio.get_running_loop().call_later(seconds, self._heal, *workers)
 
-    def _heal(self, worker: str) -> None:
-        if worker not in self._hung:
-            self.bus.heal(worker)
+    def _heal(self, *workers: str) -> None:
+        if len(workers) > 1 or not self._hung.intersection(workers):
+            self.bus.heal(*workers)
 
     async def wait(self, *, timeout_s: float) -> tuple[str, ...]:
         if self._tasks:
@@ -278,6 +278,7 @@ class _Wiring:
         self._worker = worker
 
     async def connect(self, server: str, address: str) -> Endpoint:
+        await asyncio.sleep(0.02)
         endpoint = self._world.bus.client(self._worker, server=server)
         self._world._endpoints.setdefault(self._worker, []).append(endpoint)
         return endpoint

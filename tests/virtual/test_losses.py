@@ -12,7 +12,7 @@ import pytest
 from inprocess import World, model_files
 from test_supervisor import _config, _records, _run, _trained
 
-from nereus.actors.names import RELAY, slot_worker
+from nereus.actors.names import RELAY, REWARD, slot_worker
 from nereus.algo.history import check_history
 from nereus.algo.sampler import Cursor
 from nereus.config import AdaptConfig, ClusterConfig, JobConfig
@@ -105,6 +105,39 @@ def test_when_no_unit_is_whole_any_more_only_a_checkpoint_helps(tmp_path: Path) 
         _run(lambda: World(config, tmp_path), _at((5.0, "slot-1")))
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    "pair", [("slot-0", "slot-2"), ("slot-2", RELAY), ("slot-0", RELAY), ("slot-1", RELAY), ("slot-2", REWARD)]
+)
+def test_workers_that_lose_each_other_find_each_other_again(
+    tmp_path: Path, pair: tuple[str, str], staleness: int
+) -> None:
+    config = _job(tmp_path, "d2t1p1", "d1t1p1", staleness=staleness)
+
+    def act(world: World) -> None:
+        asyncio.get_running_loop().call_later(3.0, world.drop, 7.0, *pair)
+
+    outcome, _ = _run(lambda: World(config, tmp_path), act)
+    _whole(outcome, tmp_path, staleness=staleness)
+    assert _gone(tmp_path) == []
+
+
+@pytest.mark.parametrize("after_ms", range(0, 100, 10))
+def test_a_server_that_dies_while_others_are_told_where_it_is_takes_nobody_along(tmp_path: Path, after_ms: int) -> None:
+    config = _job(tmp_path, "d2t1p1", staleness=0)
+    again = 3.2 + after_ms / 1e3  # a worker takes 0.2 s to come back
+    outcome, _ = _run(
+        lambda: World(config, tmp_path), _at((3.0, RELAY), (again, RELAY), (3.0, REWARD), (again, REWARD))
+    )
+    _whole(outcome, tmp_path, staleness=0)
+    assert {worker.partition("-")[0] for worker in _gone(tmp_path)} == {"weights", "reward"}
+
+
+def _gone(folder: Path) -> list[str]:
+    entries = read_journal(folder / "journal.jsonl").entries
+    return [entry.record.worker for entry in entries if isinstance(entry.record, WorkerGone)]
+
+
 Strike = Callable[[World, random.Random, str], None]
 
 
@@ -113,7 +146,7 @@ def _kill(world: World, draw: random.Random, worker: str) -> None:
 
 
 def _any(world: World, draw: random.Random, worker: str) -> None:
-    """Kill a worker, let it hang or stall, or cut it off for a while that may be too short to be noticed."""
+    """Kill a worker, let it hang or stall, or cut it off, from all or from one, for a while that may go unnoticed."""
     how = draw.randrange(4)
     if how == 0:
         world.kill(worker)
@@ -122,7 +155,8 @@ def _any(world: World, draw: random.Random, worker: str) -> None:
     elif how == 2 and not world.collectives.hanging:  # nobody would notice if all slots of a step hung
         world.stall(worker)
     else:
-        world.drop(worker, draw.uniform(0.2, 9.0))
+        lead = slot_worker(world.supervisor._changes.plan.of(POLICY_TRAINING)[0].slots[0])
+        world.drop(draw.uniform(0.2, 9.0), *sorted({worker, draw.choice((worker, RELAY, lead))}))
 
 
 def _storm(draw: random.Random, count: int, strike: Strike) -> Callable[[World], None]:
@@ -185,8 +219,7 @@ def weather(folder: Path, seed: int, strike: Strike) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_storms_of_losses_amid_plan_changes(tmp_path: Path, seed: int) -> None:
     weather(tmp_path, seed, _kill)
-    gone = [e.record for e in read_journal(tmp_path / "journal.jsonl").entries if isinstance(e.record, WorkerGone)]
-    assert gone
+    assert _gone(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(12))
