@@ -280,7 +280,7 @@ class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     link_latency_us: NonNegativeFloat = 0.0
     """What starting a message between two slots takes, in microseconds."""
     slots: str = ""
-    """A pool that shrinks and grows, such as "12 4; 24 6": 4 slots after step 12, 6 after step 24. Needs ``adapt.mode``."""
+    """A pool that shrinks and grows, such as "12 4; 24 6": 4 slots after step 12, 6 after 24. Needs ``adapt.mode``."""
 
 
 class JobConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"async_": "async"}):

@@ -63,7 +63,7 @@ class World:
         adapt: ModelShape | None = None,
         step_s: Callable[[FakeTrainer], float] | None = None,
     ) -> None:
-        """``adapt`` lets the controller decide about plans of a model of that shape; ``step_s`` says what a step takes."""
+        """``adapt``: the controller decides about plans of a model of that shape. ``step_s``: what a step takes."""
         self.config = config
         self.folder = folder
         self.pace = pace or Pace()
