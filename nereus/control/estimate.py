@@ -19,6 +19,7 @@ from nereus.control.breakdown import Pricing
 from nereus.control.candidates import Priced, Space
 from nereus.control.choose import Pin, Question
 from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass
+from nereus.control.memory import MemoryCalibration
 from nereus.control.monitor import Signals
 from nereus.core.cluster import Cluster
 from nereus.core.plan import ModelStage, Plan, Stage
@@ -74,7 +75,7 @@ class Estimate(Struct, frozen=True):
         pricing = replace(self.pricing, workload=workload)
         calibration = self.calibration.observed(_observations(pricing, plan, facts))
         peaks = (*self.peaks, *_peaks(pricing, plan, facts))[-MOST_PEAKS:]
-        memory = replace(self.pricing.calibration, transient_factor=1.0).refined(peaks)
+        memory = _believed(replace(self.pricing.calibration, transient_factor=1.0).refined(peaks), peaks[-WINDOW:])
         pricing = replace(pricing, efficiencies=calibration.efficiencies, calibration=memory)
         return Estimate(pricing, calibration, self.pins, recent, peaks)
 
@@ -121,6 +122,12 @@ def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] 
     same = (setups.tp == replication.layout.tp) & (setups.pp == replication.layout.pp) & (setups.dp == replication.dp)
     rows = np.flatnonzero(same)
     return (priced, int(rows[-1])) if len(rows) else None
+
+
+def _believed(memory: MemoryCalibration, newest: tuple[tuple[float, float, float], ...]) -> MemoryCalibration:
+    """Return a calibration that explains no newest peak as smaller than it was: what did not fit is not tried again."""
+    seen = [(peak - state - memory.workspace_bytes) / transient for state, transient, peak in newest if transient > 0]
+    return replace(memory, transient_factor=max([memory.transient_factor, *seen]))
 
 
 def _peaks(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[tuple[float, float, float]]:

@@ -241,7 +241,8 @@ class Adaptation:
                 self._search(effect)
             case BeginTransition(plan) if frozenset(plan.emus) == frozenset(self._plan.emus):
                 log.info("the plan that runs is the one that was found", epoch=self._plan.epoch)
-                self.stuck = ""
+                if self.stuck:
+                    self.restart = f"no other plan was found for what did not fit: {self.stuck}"
                 self._tell(TransitionEnded(plan.epoch, True))
                 self._controller.plan = self._plan
             case BeginTransition():

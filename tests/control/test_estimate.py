@@ -93,6 +93,15 @@ def test_measured_peaks_correct_what_is_kept_of_activations() -> None:
     assert state + transient * estimate.pricing.calibration.transient_factor == pytest.approx(peak)
 
 
+def test_a_peak_that_did_not_fit_is_believed_at_once() -> None:
+    estimate, plan = _estimate(), _plan()
+    for _ in range(20):
+        estimate = estimate.observed(plan, _facts(1.0, 1.0, peak_bytes=30_000_000))
+    estimate = estimate.observed(plan, _facts(0.0, 0.0, peak_bytes=90_000_000))
+    state, transient, peak = estimate.peaks[-1]
+    assert state + transient * estimate.pricing.calibration.transient_factor >= peak
+
+
 @pytest.mark.parametrize(("predicted", "measured", "changes"), [(1.0, 3.0, 1.0), (1.0, 0.5, -0.25), (9.0, 0.1, -0.5)])
 def test_transitions_teach_what_a_pause_costs(predicted: float, measured: float, changes: float) -> None:
     estimate = _estimate()
