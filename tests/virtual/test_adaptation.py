@@ -87,7 +87,7 @@ def test_a_step_that_does_not_fit_changes_the_plan_and_is_made_then(
     def limited(self: FakeTrainer, batch):  # type: ignore[no-untyped-def]
         if batch.step >= 12 and self.layout.slots == 1:
             refused.append(batch.step)
-            raise OutOfMemory(f"slot {self.slot}", {"activations": 7_000_000}, 5_000_000)
+            raise OutOfMemory(f"slot {self.slot}", {"activations": 5_200_000}, 5_000_000)
         return train(self, batch)
 
     monkeypatch.setattr(FakeTrainer, "train", limited)
