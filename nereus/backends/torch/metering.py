@@ -153,7 +153,8 @@ class Kept:
         storage = _storage(tensor)
         if (pointer := storage.data_ptr()) not in self._known:
             self._sizes[pointer] = storage.nbytes()
-        return tensor
+        # The result of an operation that keeps it would hold itself for ever if no backward pass came.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(tensor: Tensor) -> Tensor:
