@@ -92,6 +92,9 @@ MAX_RESTARTS = 5
 MAX_HOLDS = 8
 """How often training may be held without a step between."""
 
+SLOW_STEP = 10
+"""So many times the longest step before may a step take until its trainers count as hanging."""
+
 SHUTDOWN_GRACE_S = 15.0
 PUSH_TIMEOUT_S = 120.0
 TICK_S = 1.0
@@ -206,6 +209,7 @@ class Supervisor:
         self._draining = ""
         self._outcome: Outcome | None = None
         self._began = self._idle_since = self._progress_at = 0.0
+        self._longest_step_s = 0.0
         self._restarts = 0
 
     # The life of the run
@@ -612,6 +616,7 @@ class Supervisor:
             "fleet/restarts": self._restarts,
             "supervisor/blocked_s": self._watch.longest_s(),
         }
+        self._longest_step_s = max(self._longest_step_s, now - training.began)
         self._training, self._idle_since, self._progress_at = None, now, now
         self._holds = 0
         self._step += 1
@@ -850,6 +855,10 @@ class Supervisor:
                 f"not ready after {self._config.bus.start_timeout_s:g} s: {', '.join(missing)}; "
                 "see their logs, or raise bus.start_timeout_s"
             )
+        training = self._training
+        if training is not None and self._hold is None and now - training.began > self._step_limit_s():
+            late = ", ".join(w.name for w in self._fleet.of(POLICY_TRAINING) if w.name not in training.done)
+            self._hold_training(f"step {self._step} takes more than {self._step_limit_s():.0f} s on {late}")
         idle = self._training is None and not self._changes.running and self._hold is None
         if self._started and idle and now - self._progress_at > STALL_S:
             self._progress_at = now
@@ -857,6 +866,11 @@ class Supervisor:
             waiting = self._groups.waits_for(self._version)
             why = waiting.why if waiting else "the newest weights are not published"
             log.warning("no progress", why=why, groups=waiting.groups[:8] if waiting else (), running=busy)
+
+    def _step_limit_s(self) -> float:
+        """Return how long a step may take: peers notice who hangs in a collective, nobody does who hangs alone."""
+        longest_s = max(self._config.bus.start_timeout_s, SLOW_STEP * self._longest_step_s)
+        return self._config.cluster.group_timeout_s + longest_s
 
     # The bus
 

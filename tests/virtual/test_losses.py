@@ -15,7 +15,7 @@ from test_supervisor import _config, _records, _run, _trained
 from nereus.actors.names import RELAY, REWARD, slot_worker
 from nereus.algo.history import check_history
 from nereus.algo.sampler import Cursor
-from nereus.config import AdaptConfig, ClusterConfig, JobConfig
+from nereus.config import AdaptConfig, BusConfig, ClusterConfig, JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.journal import PlanCommitted, WorkerGone, read_journal
@@ -33,6 +33,7 @@ def _job(
     return msgspec.structs.replace(
         config,
         cluster=ClusterConfig(slots=6, group_timeout_s=20.0),
+        bus=BusConfig(start_timeout_s=30.0),
         train=msgspec.structs.replace(config.train, layout=train),
         rollout=msgspec.structs.replace(config.rollout, layout=rollout),
         adapt=AdaptConfig(at=at, timeout_s=30.0),
@@ -152,11 +153,23 @@ def _any(world: World, draw: random.Random, worker: str) -> None:
         world.kill(worker)
     elif how == 1:
         world.hang(worker)
-    elif how == 2 and not world.collectives.hanging:  # nobody would notice if all slots of a step hung
+    elif how == 2 and not world.collectives.hanging:
         world.stall(worker)
     else:
         lead = slot_worker(world.supervisor._changes.plan.of(POLICY_TRAINING)[0].slots[0])
         world.drop(draw.uniform(0.2, 9.0), *sorted({worker, draw.choice((worker, RELAY, lead))}))
+
+
+@pytest.mark.parametrize(("layout", "hanging"), [("d1t1p1", ["slot-0"]), ("d2t1p1", ["slot-0", "slot-1"])])
+def test_trainers_that_all_hang_are_noticed(tmp_path: Path, layout: str, hanging: list[str]) -> None:
+    config = _job(tmp_path, layout)
+
+    def act(world: World) -> None:
+        for worker in hanging:
+            asyncio.get_running_loop().call_later(5.0, world.stall, worker)
+
+    with pytest.raises(StateLost, match=rf"takes more than 50 s on {', '.join(hanging)}"):
+        _run(lambda: World(config, tmp_path), act)
 
 
 def _storm(draw: random.Random, count: int, strike: Strike) -> Callable[[World], None]:
