@@ -686,6 +686,7 @@ class Supervisor:
             self._hold_training(f"{', '.join(concluded.lost)} did not follow the new plan")
         if self._hold is not None:
             return self._regroup()
+        await self._grant()
         await (self._save() if self._draining else self._go_on())
 
     # Losses
