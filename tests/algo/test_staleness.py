@@ -36,8 +36,10 @@ class World:
         self.published = version
         self.served = dict.fromkeys(self.owners, version)
         self.running: dict[int, tuple[GroupAttempt, str, int]] = {}
-        self.held: dict[int, int] = {}  # group -> version of its first token
+        self.held: dict[int, tuple[GroupAttempt, str, int]] = {}  # with owner and the version of the first token
+        self.taken: dict[int, tuple[GroupAttempt, str, int]] = {}
         self.in_step: tuple[GroupAttempt, ...] = ()
+        self.kept: dict[int, int] = {}  # group that is on its way once more -> version of its first token
         self.old: list[tuple[GroupAttempt, int]] = []
 
     def grant(self) -> None:
@@ -50,10 +52,12 @@ class World:
         if not self.running:
             return
         item, owner, granted = self.running.pop(self.rng.choice(sorted(self.running)))
-        first = self.rng.randint(granted, self.served[owner])
+        first = self.kept.pop(item.group, None)
+        if first is None:
+            first = self.rng.randint(granted, self.served[owner])
         assert self.pacer.accept(*item, first) == "accepted"
         assert self.pacer.accept(*item, first) == "obsolete"
-        self.held[item.group] = first
+        self.held[item.group] = (item, owner, first)
         self.old.append((item, first))
 
     def deliver_an_old_attempt(self) -> None:
@@ -73,11 +77,13 @@ class World:
         for item in again:
             assert item.attempt == self.running[item.group][0].attempt + 1
             self.old.append((self.running.pop(item.group)[0], self.published))
+            self.kept.pop(item.group, None)
         self.served[owner] = self.published
 
     def fail(self) -> None:
         if self.running:
             item, _, _ = self.running.pop(self.rng.choice(sorted(self.running)))
+            self.kept.pop(item.group, None)
             retry = self.rng.random() < 0.5
             self.pacer.fail(*item, retry=retry)
             if not retry:
@@ -93,7 +99,8 @@ class World:
             return
         assert len(batch) == self.groups_per_step and list(batch) == sorted(batch)
         for item in batch:
-            assert version - self.held.pop(item.group) <= self.staleness
+            assert version - self.held[item.group][2] <= self.staleness
+        self.taken = {item.group: self.held.pop(item.group) for item in batch}
         self.in_step = batch
 
     def complete(self) -> None:
@@ -106,6 +113,27 @@ class World:
         self.pacer.trained(version)
         self.in_step = ()
         self.published = self.pacer.version
+
+    def undo(self) -> None:
+        """Let a step come to nothing."""
+        if self.in_step:
+            self.pacer.undo(self.pacer.version - 1)
+            self.held |= self.taken
+            self.in_step = ()
+
+    def lose_the_collector(self) -> None:
+        """Let owners send again what they keep, and do the rest again; a step in flight comes to nothing."""
+        self.undo()
+        for group in sorted(self.held):
+            item, owner, first = self.held.pop(group)
+            assert self.pacer.reopen(group, owner) == item
+            if self.rng.random() < 0.7:
+                self.running[group] = (item, owner, first)
+                self.kept[group] = first
+            else:
+                again = self.pacer.fail(*item, retry=True)
+                assert again == GroupAttempt(group, item.attempt + 1)
+                self.old.append((item, first))
 
     def save(self) -> None:
         if not self.in_step:
@@ -137,7 +165,8 @@ def test_bound_exactly_once_and_progress(seed: int, groups_per_step: int, stalen
     steps = rng.randint(2, 8)
     world = World(rng, groups_per_step, staleness, owners, steps)
     happenings = [world.grant, world.finish, world.finish, world.switch, world.choose, world.choose, world.complete]
-    happenings += rng.sample([world.lose, world.fail, world.save, world.restart, world.deliver_an_old_attempt], 3)
+    mishaps = [world.lose, world.fail, world.save, world.restart, world.deliver_an_old_attempt]
+    happenings += rng.sample([*mishaps, world.undo, world.lose_the_collector], 4)
     for _ in range(rng.randint(20, 200)):
         rng.choice(happenings)()
     world.settle()
@@ -154,7 +183,7 @@ def test_on_policy_trains_the_sample_order(seed: int, groups_per_step: int, owne
     rng = random.Random(seed)
     world = World(rng, groups_per_step, 0, owners, steps=6)
     happenings = [world.grant, world.finish, world.switch, world.choose, world.complete, world.lose]
-    happenings += [world.save, world.restart]
+    happenings += [world.save, world.restart, world.undo, world.lose_the_collector]
     for _ in range(rng.randint(0, 150)):
         rng.choice(happenings)()
     world.settle()
@@ -232,4 +261,39 @@ def test_wrong_calls_are_refused() -> None:
         pacer.may_start(1)
     with pytest.raises(ValueError, match="no batch was chosen"):
         pacer.trained(0)
+    with pytest.raises(ValueError, match="is not being trained"):
+        pacer.undo(0)
     assert pacer.fail(7, 0, retry=True) is None
+
+
+def test_a_step_that_was_undone_can_be_undone_but_once() -> None:
+    pacer = Pacer(groups_per_step=1, staleness=1)
+    first, second = pacer.issue("r", 0, 2)
+    for item in (first, second):
+        pacer.accept(*item, 0)
+    assert pacer.choose_batch(0) == (first,)
+    pacer.undo(0)
+    assert (pacer.version, pacer.accepted, pacer.cursor) == (0, 2, Cursor())
+    with pytest.raises(ValueError, match="version 0 is not being trained"):
+        pacer.undo(0)
+    assert pacer.choose_batch(0) == (first,)
+    pacer.trained(0)
+    with pytest.raises(ValueError, match="version 0 is not being trained"):
+        pacer.undo(0)
+
+
+def test_a_group_on_its_way_to_a_new_collector_keeps_its_deadline() -> None:
+    """It was drawn from version 0: the step on version 1 is its last, whatever else is accepted first."""
+    pacer = Pacer(groups_per_step=1, staleness=1)
+    first, second = pacer.issue("r", 0, 2)
+    pacer.accept(*first, 0)
+    pacer.accept(*second, 0)
+    assert pacer.choose_batch(0) == (first,)
+    pacer.trained(0)
+    assert pacer.reopen(second.group, "r") == second
+    (third,) = pacer.issue("r", 1, 1)
+    pacer.accept(*third, 1)
+    waiting = pacer.choose_batch(1)
+    assert isinstance(waiting, Waiting) and waiting.groups == (second,)
+    assert pacer.accept(*second, 0) == "accepted"
+    assert pacer.choose_batch(1) == (second,)

@@ -136,7 +136,9 @@ DETERMINISTIC = (
 )
 
 
-def test_a_run_resumed_changed_to_other_layouts_or_bereft_of_a_trainer_equals_the_straight_one(job: Job, tmp_path: Path) -> None:
+def test_a_run_resumed_changed_to_other_layouts_or_bereft_of_a_trainer_equals_the_straight_one(
+    job: Job, tmp_path: Path
+) -> None:
     straight, broken, changed, killed = (tmp_path / name for name in ("straight", "broken", "changed", "killed"))
     code, output = job.run(*DETERMINISTIC, "--rollout.layout", "d1t1p1", folder=straight)
     assert code == 0, output[-3000:]
