@@ -1,7 +1,8 @@
 """Write the two files of the counting task: prompts whose answers grow, and demonstrations of all lengths.
 
 ``counting.jsonl`` is a curriculum, to be read in order (``data.shuffle = false``): first answers of about 8 numbers,
-then more, at last of about 60. ``counting_demonstrations.jsonl`` has an answer of every length, three times over, in
+then more, at last of about 60. One prompt of each step is of any length, lest the policy forget, while all is short,
+how long counts begin. ``counting_demonstrations.jsonl`` has an answer of every length, three times over, in
 any order: a warm-start recipe teaches the form with it. Both are about the same problems, for there are no more.
 
 Run by hand: ``python launchers/data/counting.py`` writes both beside itself; the same seeds give the same files.
@@ -33,11 +34,11 @@ def mean_length(step: int) -> float:
 def curriculum() -> list[int]:
     """Return the lengths of the answers of all steps, in order."""
     draws = random.Random(0)
-    return [
-        round(mean_length(step) * draws.uniform(1 - SPREAD, 1 + SPREAD))
-        for step in range(STEPS)
-        for _ in range(PER_STEP)
-    ]
+    lengths = []
+    for step in range(STEPS):
+        around = (mean_length(step) * draws.uniform(1 - SPREAD, 1 + SPREAD) for _ in range(PER_STEP - 1))
+        lengths += [*map(round, around), draws.randint(SHORTEST, LONGEST)]
+    return lengths
 
 
 def demonstrations() -> list[int]:
