@@ -440,7 +440,10 @@ class TorchTrainer:
             optimizer = self._policy_optimizer
             master, compute = optimizer.master, optimizer.compute
             rounded_bytes = 0 if compute is master else compute.itemsize
-            with self._timed("optimizer"), self._meter.update(master.numel(), master.itemsize, rounded_bytes):
+            measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._kept_meter is not None:  # nothing is measured in a step that has failed
+                measured = self._kept_meter.update(master.numel(), master.itemsize, rounded_bytes)
+            with self._timed("optimizer"), measured:
                 optimizer.step(update.rate, update.scale)
 
     def _finish(self, update: _Update) -> None:
