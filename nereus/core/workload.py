@@ -67,14 +67,7 @@ class Lengths(Struct, frozen=True):
 
         ``ValueError`` if no log-normal has them: p95 must be at least the mean and below 3.8 times the mean.
         """
-        if not 0 < mean <= p95:
-            raise ValueError(f"the 95th percentile ({p95}) must be at least the mean ({mean}), which must be positive")
-        quantile = NormalDist().inv_cdf(0.95)
-        spread = quantile**2 - 2 * math.log(p95 / mean)
-        if spread < 0:
-            raise ValueError(f"no log-normal has mean {mean} and 95th percentile {p95}; give lengths as a sample")
-        sigma = quantile - math.sqrt(spread)
-        mu = math.log(mean) - sigma**2 / 2
+        mu, sigma = log_normal_parameters(mean, p95)
         normal = NormalDist()
         points = (math.exp(mu + sigma * normal.inv_cdf((index + 0.5) / atoms)) for index in range(atoms))
         return cls.weighted((min(longest, max(1, round(point))), 1.0) for point in points)
@@ -159,3 +152,18 @@ class Workload(Struct, frozen=True):
     def longest(self) -> int:
         """Return the longest possible sequence in tokens: what buffers must hold."""
         return self.prompts.longest + self.responses.longest
+
+
+def log_normal_parameters(mean: float, p95: float) -> tuple[float, float]:
+    """Return mu and sigma of the log-normal distribution with this mean and 95th percentile.
+
+    ``ValueError`` if there is none: p95 must be at least the mean and below 3.8 times the mean.
+    """
+    if not 0 < mean <= p95 < math.inf:
+        raise ValueError(f"the 95th percentile ({p95}) must be at least the mean ({mean}), which must be positive")
+    quantile = NormalDist().inv_cdf(0.95)
+    spread = quantile**2 - 2 * math.log(p95 / mean)
+    if spread < 0:
+        raise ValueError(f"no log-normal has mean {mean} and 95th percentile {p95}; give lengths as a sample")
+    sigma = quantile - math.sqrt(spread)
+    return math.log(mean) - sigma**2 / 2, sigma
