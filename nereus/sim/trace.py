@@ -27,6 +27,9 @@ from nereus.errors import ConfigError
 ALL_OPERATIONS = "all"
 """A drift of every operation class."""
 
+TRACES = Path(__file__).parent / "traces"
+"""Traces that are known by name; ``benchmarks/simulation/build_traces.py`` makes them."""
+
 LARGEST_BYTES = 16 << 20
 
 _AtLeast0 = Annotated[float, Meta(ge=0)]
@@ -177,6 +180,21 @@ def read_trace(path: Path) -> Trace:
         return msgspec.convert(_document(path, raw), Trace)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no trace: {error}", where="trace", remedy=_REMEDY) from None
+
+
+def trace_names() -> tuple[str, ...]:
+    """Return the names of the traces that come with the package."""
+    return tuple(sorted(path.stem for path in TRACES.glob("*.json")))
+
+
+def load_trace(name: str) -> Trace:
+    """Return a trace by its name, or by the path of its file; ``ConfigError`` lists the names."""
+    if Path(name).suffix in (".toml", ".json"):
+        return read_trace(Path(name))
+    if name not in trace_names():
+        remedy = f"name a file, or one of {', '.join(trace_names())}"
+        raise ConfigError(f"there is no trace {name!r}", where="trace", remedy=remedy)
+    return read_trace(TRACES / f"{name}.json")
 
 
 def _document(path: Path, raw: bytes) -> Any:

@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nereus.errors import ConfigError
-from nereus.sim.trace import Drift, Failure, StepLengths, StepSupply, Supply, Trace, read_trace, write_trace
+from nereus.sim.trace import (
+    Drift,
+    Failure,
+    StepLengths,
+    StepSupply,
+    Supply,
+    Trace,
+    load_trace,
+    read_trace,
+    trace_names,
+    write_trace,
+)
 
 FULL = Trace(
     "full",
@@ -108,3 +119,22 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("a,b")
     with pytest.raises(ConfigError, match=r"\.toml or \.json"):
         read_trace(tmp_path / "trace.csv")
+
+
+def test_every_trace_of_the_package_is_whole_and_some_are_held_out() -> None:
+    traces = {name: load_trace(name) for name in trace_names()}
+    assert all(trace.name == name for name, trace in traces.items())
+    assert sum(trace.held_out for trace in traces.values()) >= 3
+    first = traces["paper-drift-1"]
+    assert first.steps[0] == StepLengths(1147.5, 1339.0)
+    assert first.steps[24] == StepLengths(3722.0, 4072.0)
+    assert len(first.steps) == 25
+    assert (min(one.slots for one in first.step_supply), first.most_slots) == (8, 32)
+    growth = traces["paper-growth"]
+    assert (len(growth.steps), growth.most_slots) == (1000, 1024)
+    assert (growth.steps[0].mean_tokens, growth.steps[-1].mean_tokens) == (500.0, 8000.0)
+
+
+def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="paper-drift-1"):
+        load_trace("paper-drift-9")
