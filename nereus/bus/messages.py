@@ -103,10 +103,10 @@ class Admitted(_Message, frozen=True, tag=True):
     attempt: Count
 
 
-class DrainSlot(_Message, frozen=True, tag=True):
-    """Operator -> supervisor: do without this slot, and let its process leave."""
+class DrainSlots(_Message, frozen=True, tag=True):
+    """Operator -> supervisor: do without these slots, and let their processes leave."""
 
-    slot: Count
+    slots: Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
 # Placement
@@ -568,7 +568,7 @@ Message = (
     | Shutdown
     | Admit
     | Admitted
-    | DrainSlot
+    | DrainSlots
     | Assign
     | Ready
     | Peers

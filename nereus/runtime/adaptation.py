@@ -185,18 +185,23 @@ class Adaptation:
         if added or revoked:
             self._tell(PoolChanged(self._step, added, revoked))
 
-    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
-        """Do without ``slot``: the next plan has to."""
-        self._drained.add(slot)
-        self.pool(self._pool - {slot})
+    def drain(self, gone: Collection[SlotId], slots: Collection[SlotId]) -> str:
+        """Do without the slots ``gone``: the next plan has to."""
+        self._drained.update(gone)
+        self.pool(self._pool - frozenset(gone))
         return ""
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Look after slots that are lost: one that does not come back in time is not counted on any more."""
         if not self._prepared:
             self._prepared = True
+            absent = self._pool - frozenset(alive) - self._plan.slots()
+            self._pool -= absent  # what is not there at the start is not waited for, but welcome
+            self._away |= dict.fromkeys(absent, now)
             self._spawn(self._searcher.prepare(), "prepare-search")
-        for slot in sorted(self._pool - frozenset(alive) - self._away.keys()):
+        left = self._drained - frozenset(alive)
+        self._drained -= left
+        for slot in sorted((left | (self._pool - frozenset(alive))) - self._away.keys()):
             self._away[slot] = now
         back = tuple(slot for slot in self._away if slot in alive)
         for slot in back:

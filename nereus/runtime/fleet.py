@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 from nereus.actors.names import RELAY, REWARD, slot_of, slot_worker
 from nereus.bus.messages import Hello, Peer
-from nereus.core.plan import POLICY_TRAINING, POLICY_WEIGHTS, Emu, Plan, PolicyVersion, SlotId
+from nereus.core.plan import (
+    POLICY_GENERATION,
+    POLICY_TRAINING,
+    POLICY_WEIGHTS,
+    Emu,
+    Plan,
+    PolicyVersion,
+    SlotId,
+)
 
 
 class State(enum.Enum):
@@ -29,7 +37,7 @@ class State(enum.Enum):
     GONE = "gone"
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """One worker of the run and its present incarnation."""
 
@@ -52,6 +60,12 @@ class Worker:
     """It is to leave, or has left, because an operator wants its slot."""
     running: set[int] = field(default_factory=set)
     """Groups granted to it that are not yet accepted."""
+    slot: SlotId = -1
+    """The slot that it stands for; -1: none."""
+
+    def __post_init__(self) -> None:
+        slot = slot_of(self.name)
+        self.slot = -1 if slot is None else slot
 
     @property
     def alive(self) -> bool:
@@ -68,6 +82,8 @@ class Fleet:
 
     def __init__(self, workers: dict[str, Emu | None]) -> None:
         self._workers = {name: Worker(name, emu) for name, emu in workers.items()}
+        self._by_stage: dict[object, list[Worker]] = {}
+        """What ``of`` has found since the last plan; with a thousand slots it is asked for too often to look."""
 
     @classmethod
     def of_plan(cls, plan: Plan, slots: Iterable[SlotId] = ()) -> Fleet:
@@ -90,17 +106,27 @@ class Fleet:
 
     def slots(self) -> list[SlotId]:
         """Return the slots whose worker is alive and stays, in order."""
-        found = ((slot_of(worker.name), worker.alive and not worker.retired) for worker in self)
-        return sorted(slot for slot, alive in found if slot is not None and alive)
+        return sorted(worker.slot for worker in self if worker.slot >= 0 and worker.alive and not worker.retired)
 
     def of(self, stage: object) -> list[Worker]:
-        """Return the workers whose unit belongs to a model-stage."""
-        return [worker for worker in self if worker.emu is not None and worker.emu.model_stage == stage]
+        """Return the workers whose unit belongs to a model-stage; the list is shared: do not change it."""
+        if stage not in self._by_stage:
+            self._by_stage[stage] = [
+                worker for worker in self if worker.emu is not None and worker.emu.model_stage == stage
+            ]
+        return self._by_stage[stage]
+
+    def rollouts(self) -> list[Worker]:
+        """Return the first slot's worker of each generation unit: it speaks for the unit; do not change the list."""
+        if "rollouts" not in self._by_stage:
+            self._by_stage["rollouts"] = [worker for worker in self.of(POLICY_GENERATION) if _leads(worker)]
+        return self._by_stage["rollouts"]
 
     def admit(self, slot: SlotId) -> Worker:
         """Expect a guest as ``slot``."""
         name = slot_worker(slot)
         self._workers[name] = worker = Worker(name, guest=True)
+        self._by_stage.clear()
         return worker
 
     def commit(self, plan: Plan) -> list[Worker]:
@@ -118,6 +144,7 @@ class Fleet:
                 worker.state, worker.version, worker.switching = State.READY, None, None  # idle
             if worker.emu is not None and (before is None or before.model_stage != worker.emu.model_stage):
                 changed.append(worker)
+        self._by_stage.clear()
         order = {name: position for position, name in enumerate(units)}
         self._workers = dict(sorted(self._workers.items(), key=lambda item: order.get(item[0], -1)))
         return changed
@@ -129,7 +156,7 @@ class Fleet:
         worker.incarnation = hello.incarnation
         worker.host, worker.pid, worker.service = hello.host, hello.pid, hello.service
         worker.version = worker.switching = None
-        worker.fault = ""
+        worker.fault, worker.retired = "", False
         worker.running.clear()
         return worker
 
@@ -141,15 +168,24 @@ class Fleet:
         return running
 
     def missing(self, *, at_least: State) -> list[str]:
-        """Return the names of the workers that have not come as far as ``at_least``."""
+        """Return the names of the workers that the plan needs and that have not come as far as ``at_least``."""
         order = list(State)
         return [
             worker.name
             for worker in self
-            if worker.state is State.GONE or order.index(worker.state) < order.index(at_least)
+            if (worker.emu is not None or worker.name == REWARD)
+            and (worker.state is State.GONE or order.index(worker.state) < order.index(at_least))
         ]
+
+    def unit_of(self, worker: Worker) -> list[Worker]:
+        """Return the workers of the unit that ``worker`` is a slot of; the first one leads it."""
+        return [self[slot_worker(slot)] for slot in worker.emu.slots] if worker.emu is not None else []
 
     def peers(self) -> tuple[Peer, ...]:
         """Return where the servers that others talk to listen: the relay, the reward service and the lead trainer."""
         servers = (self[RELAY], self[REWARD], *self.of(POLICY_TRAINING)[:1])
         return tuple(Peer(worker.name, worker.service) for worker in servers if worker.service)
+
+
+def _leads(worker: Worker) -> bool:
+    return worker.emu is not None and worker.slot == worker.emu.slots[0]

@@ -9,6 +9,7 @@ what was running there and what nobody else keeps.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 
@@ -19,7 +20,7 @@ from nereus.algo.sampler import Cursor, SampleOrder
 from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
 from nereus.bus.messages import Grant, GroupAccepted, GroupFailed, GroupRef, GroupSpec
 from nereus.config import JobConfig
-from nereus.core.plan import POLICY_GENERATION, PolicyVersion
+from nereus.core.plan import PolicyVersion
 from nereus.runtime import journal as record
 from nereus.runtime.dataset import Dataset
 from nereus.runtime.fleet import Fleet, State, Worker
@@ -68,6 +69,8 @@ class Groups:
         """Attempts that a lost collector had accepted: a new one is to get them from the rollout that keeps them."""
         self._failures: dict[int, int] = {}
         self._clock = clock
+        self._granted_to: dict[int, list[str]] = {}
+        """Which workers were told to do a group, until it is accepted."""
         self._busy_since: dict[str, float] = {}
         self._busy_s = 0.0
         self._finished = 0
@@ -80,22 +83,26 @@ class Groups:
         """Give the least busy live rollout units what the staleness bound allows, lost groups first."""
         capacity = math.ceil(self._config.rollout.max_live / self._config.rollout.group_size) + 1
         granted: dict[str, list[GroupRef]] = {}
-        while True:
-            able = [
-                rollout
-                for rollout in self._fleet.of(POLICY_GENERATION)
-                if rollout.state is State.LIVE and len(rollout.running) < capacity
-            ]
-            rollout = min(able, key=lambda rollout: (len(rollout.running), rollout.name), default=None)
-            if rollout is None or rollout.version is None:
-                break
-            issued = self._pacer.issue(rollout.name, rollout.version, 1)
+        able = [
+            (len(rollout.running), rollout.name)
+            for rollout in self._fleet.rollouts()
+            if rollout.state is State.LIVE and len(rollout.running) < capacity
+        ]
+        heapq.heapify(able)
+        while able:
+            rollout = self._fleet[able[0][1]]
+            issued = self._pacer.issue(rollout.name, rollout.version, 1) if rollout.version is not None else ()
             if not issued:
                 break
             ref = _ref(issued[0])
             rollout.running.add(ref.group)
+            self._granted_to.setdefault(ref.group, []).append(rollout.name)
             granted.setdefault(rollout.name, []).append(ref)
-        self._watch_busy()
+            if len(rollout.running) < capacity:
+                heapq.heapreplace(able, (len(rollout.running), rollout.name))
+            else:
+                heapq.heappop(able)
+        self._watch_busy(granted)
         for name, refs in granted.items():
             version = self._fleet[name].version or 0
             self._journal.append(record.Granted(groups=tuple(refs), owner=name, version=version))
@@ -114,9 +121,10 @@ class Groups:
 
     def accept(self, accepted: GroupAccepted) -> bool:
         """Note what the collector holds now; return whether it is to be kept there."""
-        for rollout in self._fleet.of(POLICY_GENERATION):
-            rollout.running.discard(accepted.group)
-        self._watch_busy()
+        owners = self._granted_to.pop(accepted.group, [])
+        for name in owners:
+            self._fleet[name].running.discard(accepted.group)
+        self._watch_busy(owners)
         verdict = self._pacer.accept(accepted.group, accepted.attempt, accepted.version_first)
         if verdict == "stale":
             log.warning("group is older than its rollout said", group=accepted.group, version=accepted.version_first)
@@ -139,20 +147,21 @@ class Groups:
             )
         return True
 
-    def _watch_busy(self) -> None:
-        """Keep the time for which each rollout has had something to do."""
+    def _watch_busy(self, names: Iterable[str]) -> None:
+        """Keep the time for which each rollout has had something to do; ``names``: those for which it may change."""
         now = self._clock()
-        for rollout in self._fleet.of(POLICY_GENERATION):
+        for name in names:
+            rollout = self._fleet[name]
             if rollout.running and rollout.alive:
-                self._busy_since.setdefault(rollout.name, now)
-        for name in tuple(self._busy_since):
-            if not self._fleet[name].running or not self._fleet[name].alive:
+                self._busy_since.setdefault(name, now)
+            elif name in self._busy_since:
                 self._busy_s += now - self._busy_since.pop(name)
 
     def generation_s(self) -> float:
         """Return how long all rollouts together take for one step's groups, as measured since the last call; 0: not
         measured."""
-        now, rollouts = self._clock(), len(self._fleet.of(POLICY_GENERATION))
+        self._watch_busy(tuple(self._busy_since))
+        now, rollouts = self._clock(), len(self._fleet.rollouts())
         busy = self._busy_s + sum(now - since for since in self._busy_since.values())
         self._busy_s, finished, self._finished = 0.0, self._finished, 0
         self._busy_since = dict.fromkeys(self._busy_since, now)
@@ -167,6 +176,7 @@ class Groups:
     def fail(self, worker: Worker, failed: GroupFailed) -> None:
         """Have a group that could not be completed done again; ``RunFailed`` when that has happened too often."""
         worker.running.discard(failed.group)
+        self._watch_busy([worker.name])
         log.warning("group failed", worker=worker.name, group=failed.group, reason=failed.reason)
         self._failures[failed.group] = count = self._failures.get(failed.group, 0) + 1
         if count >= MAX_ATTEMPTS:
@@ -175,6 +185,7 @@ class Groups:
 
     def lost(self, rollout: Worker, why: str) -> None:
         """Let others do what a rollout was doing; what it kept of finished groups is gone."""
+        self._watch_busy([rollout.name])
         for group, held in self._accepted.items():
             if held.rollout == rollout.name:
                 self._kept_by.pop(group, None)

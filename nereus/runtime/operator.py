@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from nereus.actors.names import OPERATOR, SUPERVISOR
-from nereus.bus.messages import Admit, Admitted, DrainSlot, Message
+from nereus.bus.messages import Admit, Admitted, DrainSlots, Message
 from nereus.errors import ConfigError, NereusError, ProtocolError
 from nereus.runtime.folder import RunPaths, read_status
 from nereus.runtime.wire import Wire, load_config
@@ -64,7 +64,7 @@ async def ask(folder: Path, message: Message) -> Message:
 
 async def drain(folder: Path, slot: int) -> str:
     """Have the run do without ``slot``; return what will happen."""
-    await ask(folder, DrainSlot(slot))
+    await ask(folder, DrainSlots((slot,)))
     return f"slot {slot} is drained: the next plan does without it, then its process leaves"
 
 

@@ -62,8 +62,8 @@ class Planning(Protocol):
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Take note of which slots are alive."""
 
-    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
-        """Do without ``slot``, ``slots`` being left; return why that cannot be done, or nothing."""
+    def drain(self, gone: Collection[SlotId], slots: Collection[SlotId]) -> str:
+        """Do without the slots ``gone``, ``slots`` being left; return why that cannot be done, or nothing."""
 
     def answered(self, answered: Answered) -> None:
         """Take the answer to a search."""
@@ -159,12 +159,13 @@ class GivenPlans:
         raise RunFailed(f"{why}; lower train.micro_batch_tokens, set train.recompute, or let adapt.mode find a plan")
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
-        """Slots that are lost are waited for."""
+        """Slots that are lost are waited for; one that was drained and has left may come again."""
+        self._drained &= frozenset(alive)
 
-    def drain(self, slot: SlotId, slots: Collection[SlotId]) -> str:
+    def drain(self, gone: Collection[SlotId], slots: Collection[SlotId]) -> str:
         refused = self._schedule.drain(slots)
         if not refused:
-            self._drained.add(slot)
+            self._drained.update(gone)
         return refused
 
     def answered(self, answered: Answered) -> None:

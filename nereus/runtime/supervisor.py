@@ -30,7 +30,7 @@ from nereus.bus.messages import (
     Admit,
     Admitted,
     Assign,
-    DrainSlot,
+    DrainSlots,
     Fault,
     GroupAccepted,
     GroupFailed,
@@ -163,8 +163,14 @@ class Supervisor:
         checkpoints: CheckpointStore,
         observer: Observer,
         adapt: Callable[[Callable[[Answered], None]], Planning] | None = None,
+        tick_s: float = TICK_S,
+        watched: bool = True,
     ) -> None:
-        """``adapt`` makes what decides about plans, given whom to tell of answers; None: the job file says them all."""
+        """``adapt`` makes what decides about plans, given whom to tell of answers; None: the job file says them all.
+
+        Deadlines are looked at every ``tick_s``. ``watched``: whether blocks of the loop are noticed (there are none
+        on virtual time).
+        """
         self._config = config
         self._fleet = Fleet.of_plan(plan, slots_to_start(config))
         self._run_id = run_id
@@ -197,6 +203,8 @@ class Supervisor:
         )
         self._hold: _Hold | None = None
         self._holds = 0
+        self._retiring: set[SlotId] = set()
+        """Slots that the next plan does without, while their processes are there."""
         about: dict[str, Any] = {
             "seed": config.run.seed,
             "rng": "sample streams are keyed by (run.seed, group, index, position); nothing else draws random numbers",
@@ -204,7 +212,8 @@ class Supervisor:
             "plan": msgspec.to_builtins(plan),
         }
         self._saver = Saver(checkpoints, origin.model, about, saved_step=origin.step or -1)
-        self._watch = LoopWatch()
+        self._tick_s = tick_s
+        self._watch = LoopWatch() if watched else None
         self._started = False
         self._draining = ""
         self._outcome: Outcome | None = None
@@ -221,8 +230,9 @@ class Supervisor:
             asyncio.create_task(self._pump(self._endpoint.receive), name="bus"),
             asyncio.create_task(self._pump(self._launcher.exits.get), name="exits"),
             asyncio.create_task(self._ticks(), name="ticks"),
-            asyncio.create_task(self._watch.run(), name="loop watch"),
         ]
+        if self._watch is not None:
+            pumps.append(asyncio.create_task(self._watch.run(), name="loop watch"))
         try:
             self._journal.append(record.PlanCommitted(plan=self._changes.plan, why="start"))
             for worker in self._fleet:
@@ -261,7 +271,7 @@ class Supervisor:
 
     async def _ticks(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             self._inbox.put_nowait(Tick())
 
     async def _next(self, pumps: list[asyncio.Task[None]]) -> Occurrence:
@@ -354,8 +364,8 @@ class Supervisor:
         match message:
             case Admit(host):
                 return self._admit(host)
-            case DrainSlot(slot):
-                return await self._drain_slot(slot)
+            case DrainSlots(slots):
+                return await self._drain_slots(slots)
             case other:
                 return Refused(f"an operator cannot ask for {type(other).__name__}")
 
@@ -370,24 +380,30 @@ class Supervisor:
                 return Admitted(name, self._attempt)
         return Refused(f"{cluster.joinable} slots have joined already (cluster.joinable)")
 
-    async def _drain_slot(self, slot: SlotId) -> Message:
-        """Have the next plan do without a slot, then let its process leave."""
-        name = slot_worker(slot)
-        if name not in self._fleet or not self._fleet[name].alive or self._fleet[name].retired:
-            return Refused(f"{name} is not there; slots: {', '.join(map(str, self._fleet.slots()))}")
-        left = [other for other in self._fleet.slots() if other != slot]
-        if refused := self._planning.drain(slot, left):
+    async def _drain_slots(self, slots: Sequence[SlotId]) -> Message:
+        """Have the next plan do without some slots, then let their processes leave."""
+        there = self._fleet.slots()
+        if missing := sorted(set(slots) - set(there)):
+            return Refused(f"slots {', '.join(map(str, missing))} are not there; slots: {', '.join(map(str, there))}")
+        left = [slot for slot in there if slot not in slots]
+        if refused := self._planning.drain(slots, left):
             return Refused(refused)
-        self._fleet[name].retired = True
-        self._observer.note(f"{name} is drained: the next plan does without it")
+        for slot in slots:
+            self._fleet[slot_worker(slot)].retired = True
+        self._retiring.update(slots)
+        self._observer.note(f"slots {', '.join(map(str, sorted(slots)))} are drained: the next plan does without them")
         await self._go_on()
         return Ok()
 
     async def _let_go(self) -> None:
         """Let the processes leave whose slots no plan uses any more."""
+        if not self._retiring:
+            return
         used = self._changes.plan.slots() | (self._changes.running.slots() if self._changes.running else frozenset())
-        for worker in self._fleet:
-            if worker.retired and worker.alive and slot_of(worker.name) not in used:
+        for slot in sorted(self._retiring - used):
+            worker = self._fleet[slot_worker(slot)]
+            self._retiring.discard(slot)
+            if worker.retired and worker.alive:
                 await self._send(worker.name, Shutdown("its slot is drained"))
                 self._fleet.lost(worker.name)
                 gone = record.WorkerGone(
@@ -435,6 +451,8 @@ class Supervisor:
             trains = worker.emu.model_stage == POLICY_TRAINING
             if trains and self._started:
                 continue
+            if len(worker.emu.slots) > 1 and not trains and not all(one.alive for one in self._fleet.unit_of(worker)):
+                continue
             worker.state = State.BUILDING
             source = str(self._origin.source if trains else self._origin.model)
             peers, version = self._fleet.peers(), self._origin.version
@@ -445,7 +463,7 @@ class Supervisor:
         log.info("unit is ready", worker=worker.name, emu=ready.emu, seconds=ready.seconds)
         if ready.tensors:
             self._weights.know(ready.tensors, ready.tied)
-        if worker in self._fleet.of(POLICY_GENERATION):
+        if worker in self._fleet.rollouts():
             await self._switch(worker)
         self._observer.fleet(self._fleet)
         await self._go_on()
@@ -470,12 +488,21 @@ class Supervisor:
             self._hold_training(f"{worker.name} is lost: {why}")
         elif worker.name == RELAY:
             self._weights.relay_lost()
-            for rollout in self._fleet.of(POLICY_GENERATION):
+            for rollout in self._fleet.rollouts():
                 rollout.switching = None
         else:
-            self._groups.lost(worker, "lost")
+            self._unit_lost(worker)
             await self._grant()
         self._observer.fleet(self._fleet)
+
+    def _unit_lost(self, worker: Worker) -> None:
+        """A generation unit is as good as its slots: those that are left get it anew when all are there."""
+        unit = self._fleet.unit_of(worker)
+        self._groups.lost(unit[0] if unit else worker, "lost")
+        for other in unit:
+            if other.alive:
+                other.state, other.version, other.switching = State.JOINED, None, None
+                other.running.clear()
 
     async def _exited(self, worker: Worker, why: str) -> None:
         """A process has ended: see to its loss, then start its replacement."""
@@ -496,7 +523,7 @@ class Supervisor:
             self._idle_since = self._progress_at = self._now()  # starting up is no part of the first step
         self._weights.became_visible(visible)
         self._journal.append(record.VersionReady(version=visible.version, checksum=visible.checksum))
-        for rollout in self._fleet.of(POLICY_GENERATION):
+        for rollout in self._fleet.rollouts():
             if rollout.state in (State.READY, State.LIVE):
                 await self._switch(rollout)
         await self._go_on()
@@ -614,8 +641,9 @@ class Supervisor:
             "timing_s/wait_for_batch": training.waited_s,
             "timing_s/train": now - training.began,
             "fleet/restarts": self._restarts,
-            "supervisor/blocked_s": self._watch.longest_s(),
         }
+        if self._watch is not None:
+            metrics["supervisor/blocked_s"] = self._watch.longest_s()
         self._longest_step_s = max(self._longest_step_s, now - training.began)
         self._training, self._idle_since, self._progress_at = None, now, now
         self._holds = 0
@@ -625,7 +653,7 @@ class Supervisor:
         if report.seconds:
             facts = step_facts(held, report, self._groups.generation_s())
             self._planning.stepped(self._step, facts, metrics["timing_s/step"])
-        for worker in (*self._fleet.of(POLICY_GENERATION), *self._fleet.of(POLICY_TRAINING)[:1]):
+        for worker in (*self._fleet.rollouts(), *self._fleet.of(POLICY_TRAINING)[:1]):
             if worker.alive:
                 await self._send(worker.name, Release(tuple(groups)))
 
@@ -843,7 +871,7 @@ class Supervisor:
         self._check_deadlines()
         if self._started:
             self._planning.watch(self._fleet.slots(), self._now())
-            for rollout in self._fleet.of(POLICY_GENERATION):
+            for rollout in self._fleet.rollouts():
                 if rollout.state in (State.READY, State.LIVE):
                     await self._switch(rollout)
         await self._go_on()
@@ -863,7 +891,7 @@ class Supervisor:
         idle = self._training is None and not self._changes.running and self._hold is None
         if self._started and idle and now - self._progress_at > STALL_S:
             self._progress_at = now
-            busy = {rollout.name: len(rollout.running) for rollout in self._fleet.of(POLICY_GENERATION)}
+            busy = {rollout.name: len(rollout.running) for rollout in self._fleet.rollouts()}
             waiting = self._groups.waits_for(self._version)
             why = waiting.why if waiting else "the newest weights are not published"
             log.warning("no progress", why=why, groups=waiting.groups[:8] if waiting else (), running=busy)

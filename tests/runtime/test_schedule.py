@@ -91,9 +91,9 @@ def test_a_drained_slot_is_left_when_another_takes_its_place() -> None:
     job = _job()
     plan = initial_plan(job)
     given = GivenPlans(Schedule(job, plan, 0))
-    assert "need 4 slots and 3 would be left" in given.drain(3, [0, 1, 2])
+    assert "need 4 slots and 3 would be left" in given.drain([3], [0, 1, 2])
     assert given.wish(1, plan, range(4)) is None
-    assert given.drain(3, [0, 1, 2, 4]) == ""
+    assert given.drain([3], [0, 1, 2, 4]) == ""
     wish = given.wish(1, plan, [0, 1, 2, 4])
     assert wish is not None
     assert {slot for emu in wish.plan.of(POLICY_GENERATION) for slot in emu.slots} == {2, 4}

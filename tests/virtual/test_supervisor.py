@@ -201,7 +201,7 @@ def test_a_worker_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     config = _config(tmp_path)
 
     def lose(world: World) -> None:
-        asyncio.get_running_loop().call_soon(lambda: world._tasks["slot-4"].cancel())
+        asyncio.get_running_loop().call_soon(lambda: world.processes._tasks["slot-4"].cancel())
         world.bus.cut("slot-4")
 
     with pytest.raises(RunFailed, match=r"slot-4"):

@@ -1,0 +1,147 @@
+"""Who decides about plans in a simulated run, and how is another way of deciding put in its place?
+
+A *decider* in the supervisor is a ``Planning`` (``runtime/schedule.py``): it is told of steps, slots, failures and
+answers of searches, and says through ``wish`` which plan comes next. Everything else of a run is the same code whoever
+decides: compiler, executor, admission of groups, losses, journal. So a baseline is one object:
+
+1. subclass ``Follower`` and overwrite what the baseline does (usually ``stepped``, ``watch`` and ``wish``; in ``wish``
+   return a ``Wish`` or None, with ``placement.next_plan`` for the numbers of units);
+2. make a ``Policy``: its name, the source of its rules, ``first_plan`` (what it starts with) and ``planning``;
+3. pass it to ``simulation.simulate``.
+
+``Circumstances.estimate`` is what is believed of speeds before the first step; ``Estimate.observed`` learns from steps,
+``question`` asks the planner, ``searching.solve`` answers. ``Circumstances.trace`` tells the future: for oracles only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from nereus.config import JobConfig
+from nereus.control.estimate import Estimate, StepFacts
+from nereus.core.cluster import Cluster
+from nereus.core.plan import Plan, SlotId
+from nereus.runtime.adaptation import Adaptation
+from nereus.runtime.journal import Journal
+from nereus.runtime.placement import initial_plan
+from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
+from nereus.runtime.searching import Answered, Searcher
+from nereus.runtime.surroundings import RunFailed
+
+
+class Circumstances(Struct, frozen=True):
+    """What a policy may know when an attempt of a run begins."""
+
+    config: JobConfig
+    plan: Plan
+    """What the attempt begins with."""
+    step: int
+    """Steps that are done."""
+    cluster: Cluster
+    """The most slots that the job ever has, whether they are there now or not."""
+    estimate: Estimate
+    searcher: Searcher
+    journal: Journal
+    report: Callable[[Answered], None]
+    """Tell the answer to a search here; it comes back as ``Planning.answered`` in its turn."""
+
+
+class Policy(Protocol):
+    """One way of deciding about plans."""
+
+    @property
+    def name(self) -> str:
+        """One word for tables."""
+
+    @property
+    def source(self) -> str:
+        """Where its rules are published."""
+
+    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+        """Return what the run starts with when ``slots`` slots, numbers 0 onwards, are there at the start."""
+
+    def planning(self, now: Circumstances) -> Planning:
+        """Return the decider of one attempt."""
+
+
+class Nereus(Struct, frozen=True):
+    """The controller of the live runtime."""
+
+    name: str = "nereus"
+    source: str = "this project"
+
+    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+        """The layouts of the job file."""
+        return initial_plan(config)
+
+    def planning(self, now: Circumstances) -> Planning:
+        return Adaptation(
+            now.config,
+            now.plan,
+            step=now.step,
+            estimate=now.estimate,
+            cluster=now.cluster,
+            searcher=now.searcher,
+            journal=now.journal,
+            report=now.report,
+        )
+
+
+class Given(Struct, frozen=True):
+    """The layouts of the job file and what ``adapt.at`` says: nothing is learned."""
+
+    name: str = "given"
+    source: str = "the job file"
+
+    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+        return initial_plan(config)
+
+    def planning(self, now: Circumstances) -> Planning:
+        return GivenPlans(Schedule(now.config, now.plan, now.step))
+
+
+class Follower:
+    """A ``Planning`` that stays with its plan and learns nothing: what baselines are made from.
+
+    After a loss the units that are left go on (``recovered``); what was there before is due again only if ``wish`` says
+    so.
+    """
+
+    def __init__(self, now: Circumstances) -> None:
+        self.now = now
+        self.plan = now.plan
+        self.restart = ""
+        self.stuck = ""
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId]) -> Wish | None:
+        return None
+
+    def began(self, plan: Plan) -> None:
+        """Note that a change to ``plan`` is tried."""
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        self.plan = plan
+
+    def recovered(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def stepped(self, step: int, facts: StepFacts, step_s: float) -> None:
+        """Learn from a step."""
+
+    def out_of_memory(self, facts: StepFacts, why: str) -> None:
+        raise RunFailed(f"{why}; {type(self).__name__} has no other plan")
+
+    def watch(self, alive: Collection[SlotId], now: float) -> None:
+        """Take note of which slots are alive; comes with every tick."""
+
+    def drain(self, gone: Collection[SlotId], slots: Collection[SlotId]) -> str:
+        return "this policy gives no slots back"
+
+    def answered(self, answered: Answered) -> None:
+        """Take the answer to a search."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
