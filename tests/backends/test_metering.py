@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ def test_the_state_is_counted_as_the_tensors_that_are_there(folder: Path, job: d
     assert 0 <= sum(new.values()) - sum(counted.values()) < small
 
 
+class Marker:
+    """Something that can be referred to weakly."""
+
+
 def test_what_autograd_keeps_counts_each_storage_once_and_not_the_state() -> None:
     flat = torch.randn(100, requires_grad=True)
     weight, x = flat[:32].view(8, 4), torch.randn(16, 8)
@@ -113,6 +118,13 @@ def test_what_autograd_keeps_counts_each_storage_once_and_not_the_state() -> Non
         grown = (x @ weight).exp()  # keeps x, the weight, and the result
         total = (grown.view(-1) * grown.flatten()).sum()  # keeps the result again, in two shapes
     assert kept.size_bytes == x.nbytes + grown.nbytes
+    abandoned = Kept([flat])
+    with abandoned.counting():
+        lost = (x @ weight).exp()
+    lost.marker = Marker()  # type: ignore[attr-defined]
+    marker = weakref.ref(lost.marker)  # type: ignore[attr-defined]
+    del lost
+    assert marker() is None, "what no backward pass frees goes with its last reference"
     total.backward()
     assert flat.grad is not None and flat.grad[:32].any()
 

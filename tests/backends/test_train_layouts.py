@@ -373,3 +373,42 @@ def test_a_peer_that_is_killed_ends_the_step_in_bounded_time(tmp_path: Path, lay
         found = json.loads((tmp_path / f"death-{slot}.json").read_text())
         assert f"on slot {slot} lost a peer" in found["lost"]
         assert found["seconds"] < 20, "well below the time-out of its groups, 60 s"
+
+
+def test_a_slot_without_memory_ends_the_step_everywhere(tmp_path: Path) -> None:
+    layouts = ("d2t1p1", "t2p1", "t1p2", "t2p2")
+    cases = _cases_on_one_model(tmp_path, {layout: job(layout) for layout in layouts})
+    for case in cases:
+        case["small"] = Replication.parse(case["layout"]).slots - 1
+    assert run_cases(tmp_path, cases, 4) == [0] * 4
+    for case in cases:
+        last = case["small"]
+        found = [json.loads((tmp_path / f"{case['name']}-{slot}.json").read_text()) for slot in range(last + 1)]
+        assert "needs" in found[-1]["exhausted"] and f"on slot {last}" in found[-1]["exhausted"]
+        assert all("lost a peer" in other["lost"] for other in found[:-1])
+        assert all(slot["seconds"] < 20 for slot in found), "well below the time-out of its groups, 60 s"
+
+
+def test_emulated_links_are_paid_by_the_layouts_that_use_them(tmp_path: Path) -> None:
+    classes = {
+        "d2t1p1": {"gradients/in_node"},
+        "t2p1": {"allreduce/in_node"},
+        "t1p2": {"p2p/in_node"},
+        "d2t2p1": {"gradients/in_node", "allreduce/in_node"},
+    }
+    slow = {"gflops": 0.02, "link_gb_s": 0.0005}
+    cases = _cases_on_one_model(tmp_path, {layout: job(layout) | {"emulate": slow} for layout in classes})
+    assert run_cases(tmp_path, cases, 4) == [0] * 4
+    for case in cases:
+        for slot in range(Replication.parse(case["layout"]).slots):
+            for report in json.loads((tmp_path / f"{case['name']}-{slot}.json").read_text())["reports"]:
+                links = {name: seconds for name, seconds in report["operations"].items() if name.endswith("/in_node")}
+                assert links.keys() == classes[case["layout"]]
+                assert 0 < sum(links.values()) <= report["seconds"]
+
+
+def _cases_on_one_model(folder: Path, jobs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    model = make_model(folder / "llama_tied", "llama_tied")
+    make_batches(folder / "batches", model.config.vocab_size)
+    common = {"model": "llama_tied", "batches": "batches", "steps": 2}
+    return [{"name": layout, "layout": layout, "config": config} | common for layout, config in jobs.items()]

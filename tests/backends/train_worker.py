@@ -25,7 +25,7 @@ from nereus.backends.api import TrainBatch
 from nereus.backends.torch.train import TorchTrainer
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication
-from nereus.errors import TransitionError
+from nereus.errors import OutOfMemory, TransitionError
 
 
 def make_plan(layout: str, epoch: int) -> Plan:
@@ -52,6 +52,8 @@ def run_case(folder: Path, case: dict[str, Any], slot: int, store: str, clock: d
     trainer = TorchTrainer(msgspec.convert(case["config"], JobConfig))
     trainer.assign(emu, plan, slot, store=store)
     trainer.load(folder / case["model"])
+    if slot == case.get("small"):
+        trainer._meter._limit_bytes = 1000
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, Any] = {}
     reports = []
@@ -82,8 +84,9 @@ def run_slot(folder: Path, slot: int, store: str) -> None:
         clock: dict[str, float] = {}
         try:
             run_case(folder, case, slot, store, clock)
-        except TransitionError as error:
-            lost = {"lost": str(error), "seconds": time.monotonic() - clock["step"]}
+        except (TransitionError, OutOfMemory) as error:
+            kind = "exhausted" if isinstance(error, OutOfMemory) else "lost"
+            lost = {kind: str(error), "seconds": time.monotonic() - clock["step"]}
             (folder / f"{case['name']}-{slot}.json").write_text(json.dumps(lost))
 
 

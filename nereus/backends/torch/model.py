@@ -258,8 +258,10 @@ class StageModel(nn.Module):  # type: ignore[misc]
         device: torch.device,
         recompute: bool,
         vocabulary_start: int | None,
+        mesh: Any = None,
     ) -> None:
         super().__init__()
+        self._mesh = mesh
         held = layer_range(model.config.num_hidden_layers, layout.pp, pp_rank)
         self.first, self.last = pp_rank == 0, pp_rank == layout.pp - 1
         self.embedding = model.model.embed_tokens if self.first else None
@@ -273,6 +275,11 @@ class StageModel(nn.Module):  # type: ignore[misc]
         self.masked = model.config._attn_implementation == "eager"
         self.vocabulary_start = vocabulary_start
         """First token id of this tp rank's part of the vocabulary, or None if it has the whole."""
+
+    def let_go(self) -> None:
+        """Forget the process group: DTensor's caches keep the mesh for ever, and the mesh its group."""
+        if self._mesh is not None:
+            self._mesh._pg_registry.clear()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.embedding(x) if self.embedding is not None else x
@@ -348,7 +355,9 @@ def materialize(
         parameters = {name: model.get_parameter(name) for name in parameters}
     split = layout.tp > 1 and _vocabulary_splits(model.config, layout.tp)
     start = tp_rank * (model.config.vocab_size // layout.tp) if split else None
-    stage = StageModel(model, layout, pp_rank, device=flat.device, recompute=recompute, vocabulary_start=start)
+    stage = StageModel(
+        model, layout, pp_rank, device=flat.device, recompute=recompute, vocabulary_start=start, mesh=mesh
+    )
     return stage, parameters
 
 

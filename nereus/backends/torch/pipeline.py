@@ -9,7 +9,6 @@ The consumer is called with (hidden states, number of the micro-batch) on the la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class Pipeline:
 
     def _schedule_for(self, count: int, rows: int, width: int, backward: bool):  # type: ignore[no-untyped-def]
         """Return the schedule for this shape; the last one is kept, because making one costs a round of messages."""
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed.pipelining import Schedule1F1B
 
         key = (count, rows, width)
         if self._schedule is not None and self._schedule[:2] == (key, backward):
@@ -93,7 +92,7 @@ class Pipeline:
         ids = torch.empty(rows, width, dtype=torch.int64, device="meta")
         hidden = torch.empty(rows, width, self._hidden, dtype=self._dtype, device="meta", requires_grad=backward)
         device = next(self._stage.parameters()).device
-        stage = PipelineStage(
+        stage = _metered_stage(self._meter)(
             self._stage,
             self._pp_rank,
             self._pp,
@@ -102,18 +101,26 @@ class Pipeline:
             output_args=(hidden,),
             group=self._group,
         )
-        stage.forward_one_chunk = _within(self._meter.forward, stage.forward_one_chunk)
-        stage.backward_one_chunk = _within(self._meter.backward, stage.backward_one_chunk)
         schedule = Schedule1F1B(stage, count, loss_fn=self._consume, scale_grads=False)
         self._schedule = (key, backward, schedule)
         return schedule
 
 
-def _within(context: Callable[[int], AbstractContextManager[None]], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, whose first argument is a micro-batch's number, inside of that number's context."""
+def _metered_stage(meter: Meter) -> Any:
+    """Return a kind of ``PipelineStage`` that runs the passes of a micro-batch under the eyes of ``meter``.
 
-    def inside(number: int, *arguments: Any, **options: Any) -> Any:
-        with context(number):
-            return run(number, *arguments, **options)
+    A class and no wrapped methods: the traceback of a failed pass keeps the functions that it went through, and with
+    them what they close over, which must not be the process group.
+    """
+    from torch.distributed.pipelining import PipelineStage
 
-    return inside
+    class MeteredStage(PipelineStage):  # type: ignore[misc]
+        def forward_one_chunk(self, number: int, *arguments: Any, **options: Any) -> Any:
+            with meter.forward(number):
+                return super().forward_one_chunk(number, *arguments, **options)
+
+        def backward_one_chunk(self, number: int, *arguments: Any, **options: Any) -> Any:
+            with meter.backward(number):
+                return super().backward_one_chunk(number, *arguments, **options)
+
+    return MeteredStage

@@ -466,10 +466,12 @@ class TorchTrainer:
     def _with_log_probabilities(self, share: _Share, blocks: list[Block], field: str) -> list[Block]:
         found: dict[int, Tensor] = {}
 
+        stage = share.stage  # not the share, see ``_backward``
+
         def keep(hidden: Tensor, number: int) -> Tensor:
             block = blocks[number]
             if len(block.positions):
-                found[number], _ = self._log_probabilities(share, hidden, block)
+                found[number], _ = self._log_probabilities(stage, hidden, block)
             return hidden.new_zeros(())
 
         if blocks:
@@ -480,12 +482,12 @@ class TorchTrainer:
             for number, block in enumerate(blocks)
         ]
 
-    def _log_probabilities(self, share: _Share, hidden: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def _log_probabilities(self, stage: StageModel, hidden: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [n] at the block's positions; only these see the output head."""
         chosen = hidden.flatten(0, 1).index_select(0, block.positions)
-        start = share.stage.vocabulary_start
+        start = stage.vocabulary_start
         return log_probabilities(
-            share.stage.logits(chosen),
+            stage.logits(chosen),
             block.targets.tokens,
             self._config.rollout.temperature,
             start=start,
@@ -494,14 +496,15 @@ class TorchTrainer:
         )
 
     def _backward(self, blocks: list[Block], totals: _Totals, cuts: list[Cut]) -> None:
-        share = self._policy
+        # The traceback of a failure keeps what ``consume`` closes over: nothing that has a process group.
+        stage = self._policy.stage
         step = [shape for part in cuts for shape in _shapes(part.blocks)]
 
         def consume(hidden: Tensor, number: int) -> Tensor:
             block = blocks[number]
             if not len(block.positions):
                 return hidden.sum() * 0
-            outcome = grpo_loss(*self._log_probabilities(share, hidden, block), block.targets, self._train.loss)
+            outcome = grpo_loss(*self._log_probabilities(stage, hidden, block), block.targets, self._train.loss)
             totals.loss += outcome.loss.detach().cpu()
             totals.sums += outcome.sums.cpu()
             totals.largest = torch.maximum(totals.largest, outcome.largest.cpu())
@@ -511,7 +514,7 @@ class TorchTrainer:
             self._policy_optimizer.gradient.zero_()
             if blocks:
                 with self._meter.passes(_shapes(blocks), step):
-                    share.pipeline.run([block.ids for block in blocks], consume, backward=True)
+                    self._policy.pipeline.run([block.ids for block in blocks], consume, backward=True)
 
     def _reduce(self) -> float:
         """Sum the gradient over replicas and over the slots that share a tensor; return its global norm.
@@ -725,6 +728,9 @@ class TorchTrainer:
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""
+        for share in (self._share_of_policy, self._share_of_reference):
+            if share is not None:
+                share.stage.let_go()
         self._share_of_policy = self._share_of_reference = self._kept_meter = None
         self._groups.leave()
         self._groups = TrainerGroups()
