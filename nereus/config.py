@@ -264,6 +264,8 @@ class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Plan changes, such as "20 d1t2p1 d2t1p1; 40 d2t1p1 d1t1p1": after step 20 train as d1t2p1, generate as d2t1p1."""
     timeout_s: PositiveFloat = 120.0
     """How long one message of a plan change may go unanswered before the change is given up."""
+    spare_mb: NonNegative = 4096
+    """How much memory (10^6 bytes) a trainer slot on a CPU keeps of state that it gave up, for the next plan change."""
 
 
 class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -161,7 +161,10 @@ class ArrayMemory:
         return np.empty(shape, np.float32)
 
     def export(self, array: NDArray[np.float32]) -> NDArray[Any]:
-        return np.ascontiguousarray(array)
+        return array
+
+    def locate(self, array: NDArray[np.float32]) -> None:
+        """No other process can look into these arrays."""
 
     def fill(self, array: NDArray[np.float32], read: Callable[[NDArray[Any]], None]) -> None:
         landing = np.ascontiguousarray(array)

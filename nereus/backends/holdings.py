@@ -1,8 +1,9 @@
 """What does a trainer slot hold of each replica while the plan changes, and how does it get the rest?
 
 Owner: a trainer backend. Besides the committed replica, which it trains, a slot may hold shares of replicas that
-primitives have made. All are one logical state, so a share is put together from what is here, as views, and from files
-that other slots lend. Nothing is copied before ``settle``.
+primitives have made. All are one logical state, so a share is put together from what is here, as views, and from what
+other slots lend: their own memory, where others can look into it, or a copy in a file. Nothing that is here is copied
+before ``settle``.
 
 Memory: the committed share, plus what each other share has *received* (its room is allocated whole, but memory that is
 not written to takes no space on a CPU). ``settle`` copies what was resident, kind by kind, and frees that kind of all
@@ -14,7 +15,11 @@ what arrives damaged is refused by name and changes nothing; a loan holds each d
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +30,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from nereus.backends.api import STATE_KINDS
-from nereus.bus.messages import Loan, Receipt
+from nereus.bus.messages import Loan, Place, Receipt
 from nereus.errors import TransitionError
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, Piece, box, difference, elements, intersection, remainder
 
-_CHUNK_BYTES = 1 << 20
-"""So much is summed and copied at a time: what was just summed is still in the processor's cache."""
+_BLOCK_BYTES = 256 << 10
+"""So much is copied and summed at a time: what was just copied is still in the processor's cache."""
 
 Array = Any
 """An array of the device: it can be sliced, and slices can be assigned to."""
@@ -46,10 +51,13 @@ class Memory(Protocol):
         """Return an array that is not initialised."""
 
     def export(self, array: Array) -> NDArray[Any]:
-        """Return the elements in row-major order on the host; a view where that is possible."""
+        """Return the elements on the host; a view where that is possible."""
+
+    def locate(self, array: Array) -> Place | None:
+        """Return where other processes of this host find the elements; None if they cannot look there."""
 
     def fill(self, array: Array, read: Callable[[NDArray[Any]], None]) -> None:
-        """Let ``read`` write all elements of ``array``, into a row-major array on the host."""
+        """Let ``read`` write all elements of ``array``, into an array on the host."""
 
 
 class Room(Protocol):
@@ -122,6 +130,7 @@ class Holdings(Generic[AnyRoom]):
         self._shares: dict[Replica, _Share[AnyRoom]] = {}
         self._committed: Replica | None = None
         self._counters: dict[str, int] = {}
+        self._scratch = np.empty(_BLOCK_BYTES, np.uint8)
 
     @property
     def committed(self) -> Replica | None:
@@ -149,21 +158,24 @@ class Holdings(Generic[AnyRoom]):
         self.count(counters)
 
     def lend(self, moves: Sequence[Move], path: Path) -> Receipt:
-        """Write the pieces of ``moves`` into the file ``path``; see ``TrainerBackend.lend``."""
+        """Let others read the pieces of ``moves``; see ``TrainerBackend.lend``."""
         pieces = distinct(moves)
         for piece in pieces:  # before anything is written
             self._cover(piece)
+        size, places, checksums = 0, [], []
         try:
             with path.open("r+b", buffering=0) as file:
-                checksums = [
-                    _write(file.fileno(), self._memory.export(self._read(kind, piece)))
-                    for piece in pieces
-                    for kind in STATE_KINDS
-                ]
-                size = file.tell()
+                for piece in pieces:
+                    for kind in STATE_KINDS:
+                        array = self._read(kind, piece)
+                        place = self._memory.locate(array)
+                        elements_here = self._memory.export(array)
+                        checksums.append(_sum(elements_here, None if place else file.fileno(), self._scratch))
+                        places.append(place or Place())
+                        size += elements_here.nbytes
         except OSError as error:
             raise TransitionError(f"{len(pieces)} pieces cannot be lent in {path}: {error}") from error
-        return Receipt(size, tuple(checksums), self.counters)
+        return Receipt(size, tuple(checksums), self.counters, tuple(places))
 
     def take(self, replica: Replica, index: int, loans: Sequence[Loan], make_room: Callable[[], AnyRoom]) -> int:
         """Hold slot number ``index`` of ``replica`` as well; see ``TrainerBackend.take``."""
@@ -238,34 +250,30 @@ class Holdings(Generic[AnyRoom]):
         pieces = distinct(loan.moves)
         sizes = [elements(piece) * self._memory.itemsize for piece in pieces]
         promised = loan.receipt
-        if len(promised.checksums) != len(pieces) * len(STATE_KINDS) or promised.size_bytes != sum(sizes) * len(
-            STATE_KINDS
-        ):
+        count = len(pieces) * len(STATE_KINDS)
+        places = promised.places or (Place(),) * count
+        if {len(promised.checksums), len(places)} != {count} or promised.size_bytes != sum(sizes) * len(STATE_KINDS):
             raise TransitionError(
                 f"slot {loan.lender} was to lend {len(pieces)} pieces ({sum(sizes) * len(STATE_KINDS)} bytes), and "
                 f"has lent {promised.size_bytes} bytes with {len(promised.checksums)} checksums"
             )
-        checksums = iter(promised.checksums)
+        notes = zip(places, promised.checksums, strict=True)
         offset = read_bytes = 0
-        try:
-            descriptor = os.open(loan.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransitionError(f"what slot {loan.lender} has lent cannot be read: {error}") from error
-        try:
+        with _Lent(loan, self._memory.itemsize) as lent:
             for piece, size in zip(pieces, sizes, strict=True):
                 part = _Part(piece, {}, False)
                 for kind in STATE_KINDS:
-                    checksum = next(checksums)
+                    place, checksum = next(notes)
                     if piece in wanted:
                         what = f"{kind} of {piece.name} {box(piece)} from slot {loan.lender}"
                         part.arrays[kind] = room.view(kind, piece.name)[within(piece, room.pieces[piece.name])]
-                        self._memory.fill(part.arrays[kind], _reader(descriptor, offset, checksum, what))
+                        fetch = lent.near(place, piece, what) if place.path else lent.filed(offset, piece, what)
+                        self._memory.fill(part.arrays[kind], _reader(fetch, checksum, what, self._scratch))
                         read_bytes += size
-                    offset += size
+                    if not place.path:
+                        offset += size
                 if piece in wanted:
                     parts[piece.name].append(part)
-        finally:
-            os.close(descriptor)
         return read_bytes
 
     def _read(self, kind: str, piece: Piece) -> Array:
@@ -317,36 +325,135 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     return tuple(high - low for low, high in zip(piece.start, piece.stop, strict=True))
 
 
-def _chunks(array: NDArray[Any]) -> Iterator[memoryview]:
-    content = memoryview(array.reshape(-1).view(np.uint8).data)
-    for start in range(0, len(content), _CHUNK_BYTES):
-        yield content[start : start + _CHUNK_BYTES]
+Fetch = Callable[[slice, NDArray[Any]], None]
+"""``fetch(rows, into)``: copy some rows (elements of a vector) of a lent piece into a row-major array."""
 
 
-def _write(descriptor: int, array: NDArray[Any]) -> str:
-    """Append a row-major array to a file and return its checksum."""
-    digest = xxhash.xxh3_64()
-    for chunk in _chunks(array):
-        digest.update(chunk)
-        while chunk:
-            chunk = chunk[os.write(descriptor, chunk) :]
-    return digest.hexdigest()
+class _Lent:
+    """What one slot lends, opened to be read."""
 
+    def __init__(self, loan: Loan, itemsize: int) -> None:
+        self._loan = loan
+        self._dtype = np.dtype(f"u{itemsize}")
+        self._open = contextlib.ExitStack()
+        self._mapped: dict[str, mmap.mmap] = {}
 
-def _reader(descriptor: int, offset: int, checksum: str, what: str) -> Callable[[NDArray[Any]], None]:
-    """Return a function that fills a row-major array from a file; it raises if that has not the right checksum."""
+    def __enter__(self) -> _Lent:
+        with self._named():
+            self._file = os.open(self._loan.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._open.callback(os.close, self._file)
+        return self
 
-    def read(array: NDArray[Any]) -> None:
-        digest, position = xxhash.xxh3_64(), offset
-        for chunk in _chunks(array):
-            wanted = chunk
+    def __exit__(self, *_: object) -> None:
+        self._mapped.clear()
+        self._open.close()
+
+    def filed(self, offset: int, piece: Piece, what: str) -> Fetch:
+        """Return how to read a piece that lies at ``offset`` of the loan's file."""
+        row_bytes = self._dtype.itemsize * elements(piece) // max(1, (*_shape(piece), 1)[0])
+
+        def fetch(rows: slice, into: NDArray[Any]) -> None:
+            wanted, position = _bytes(into), offset + rows.start * row_bytes
             while wanted:
-                count = os.preadv(descriptor, [wanted], position)
+                count = os.preadv(self._file, [wanted], position)
                 if not count:
                     raise TransitionError(f"{what}: the file ends before byte {position + len(wanted)}")
                 position += count
                 wanted = wanted[count:]
-            digest.update(chunk)
+
+        return fetch
+
+    def near(self, place: Place, piece: Piece, what: str) -> Fetch:
+        """Return how to read a piece that lies in the lender's own memory."""
+        if place.path not in self._mapped:
+            with self._named():
+                self._mapped[place.path] = _map_sealed(place.path)
+        try:
+            lies: NDArray[Any] = np.ndarray(
+                _shape(piece), self._dtype, self._mapped[place.path], place.offset, place.strides
+            )
+        except (TypeError, ValueError) as error:
+            raise TransitionError(f"{what} is said to lie where it cannot: {error}") from error
+
+        def fetch(rows: slice, into: NDArray[Any]) -> None:
+            into[...] = lies[rows] if lies.ndim else lies
+
+        return fetch
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TransitionError(f"what slot {self._loan.lender} has lent cannot be read: {error}") from error
+
+
+def _map_sealed(path: str) -> mmap.mmap:
+    """Map a file of this user that cannot shrink: looking into one that does ends the process."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(f"{path} is not a file of this user")
+        if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"{path} can shrink while it is read")
+        return mmap.mmap(handle, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(handle)
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """Yield the rows (elements of a vector) of ``array`` by blocks of bounded size, as views."""
+    rows = array if array.ndim else array.reshape(1)
+    step = max(1, _BLOCK_BYTES // max(1, rows[0].nbytes)) if len(rows) else 1
+    for start in range(0, len(rows), step):
+        where = slice(start, min(len(rows), start + step))
+        yield where, rows[where]
+
+
+def _packed(scratch: NDArray[np.uint8], block: NDArray[Any]) -> NDArray[Any]:
+    """Return a row-major array like ``block``, in ``scratch`` if that is large enough: new memory is slow."""
+    if block.nbytes > len(scratch):
+        return np.empty(block.shape, block.dtype)
+    return scratch[: block.nbytes].view(block.dtype).reshape(block.shape)
+
+
+def _sum(array: NDArray[Any], descriptor: int | None, scratch: NDArray[np.uint8]) -> str:
+    """Return the checksum of the elements in row-major order; append them to a file, if one is given."""
+    digest = xxhash.xxh3_64()
+    for _, block in _blocks(array):
+        packed = block
+        if not block.flags.c_contiguous:
+            packed = _packed(scratch, block)
+            packed[...] = block
+        content = _bytes(packed)
+        digest.update(content)
+        while descriptor is not None and content:
+            content = content[os.write(descriptor, content) :]
+    return digest.hexdigest()
+
+
+def _reader(fetch: Fetch, checksum: str, what: str, scratch: NDArray[np.uint8]) -> Callable[[NDArray[Any]], None]:
+    """Return a function that fills an array of any strides; it raises if what came has not the right checksum.
+
+    Summed is this side's copy, which nobody else can change.
+    """
+
+    def read(array: NDArray[Any]) -> None:
+        digest = xxhash.xxh3_64()
+        for rows, block in _blocks(array.view(f"u{array.itemsize}")):
+            if block.flags.c_contiguous:
+                fetch(rows, block)
+                digest.update(_bytes(block))
+            else:
+                packed = _packed(scratch, block)
+                fetch(rows, packed)
+                digest.update(_bytes(packed))
+                block[...] = packed
         if digest.hexdigest() != checksum:
             raise TransitionError(f"{what} arrived with checksum {digest.hexdigest()}, {checksum} was sent")
 

@@ -466,17 +466,30 @@ class Lend(_Message, frozen=True, tag=True):
     """All of them leave this slot."""
 
 
-class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a slot has written into a file for others to read.
+class Place(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where elements lie in shared memory: the first at ``offset`` bytes of a file, ``strides`` in bytes.
 
-    The file holds each distinct piece of the moves once, in their order, every kind of state of a piece one after the
-    other (``backends/api.py: STATE_KINDS``), row-major and without gaps; ``checksums`` (transition/checksum.py) are in
-    that order. ``counters`` are ``step``, ``updates`` and ``self_checked``: the same on all slots of one state.
+    No path: the next in the loan's own file, row-major.
+    """
+
+    path: Annotated[str, Meta(max_length=64, pattern=r"^(/proc/[0-9]{1,10}/fd/[0-9]{1,10})?$")] = ""
+    offset: Count = 0
+    strides: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()
+
+
+class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a slot lets others read.
+
+    Each distinct piece of the moves once, in their order, every kind of state of a piece one after the other
+    (``backends/api.py: STATE_KINDS``); ``checksums`` (transition/checksum.py) and ``places`` are in that order. Without
+    ``places`` everything is in the loan's file, row-major and without gaps. ``counters`` are ``step``, ``updates`` and
+    ``self_checked``: the same on all slots of one state.
     """
 
     size_bytes: Count
     checksums: tuple[Checksum, ...]
     counters: dict[str, int]
+    places: tuple[Place, ...] = ()
 
 
 class Lent(_Message, frozen=True, tag=True):

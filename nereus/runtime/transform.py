@@ -3,7 +3,8 @@
 Owner: the supervisor, which begins a transition at a weight-sync point and commits it when the state of every unit of
 the new plan is where it belongs. ``execute`` runs the ready primitives of any transition as concurrent coroutines;
 ``StateMoves`` performs one primitive by messages: the senders lend what is missing, each receiver takes it and checks
-it. Until the commit every source keeps what it has, so a failure costs time and nothing else.
+it. Until the commit every source keeps what it has, so a failure costs time and nothing else; and so a replica that is
+made only to be made into another need not exist: what it would hold goes straight to where it ends.
 
 Invariants (tests/runtime/test_transform.py, tests/virtual/test_transitions.py): no primitive starts before those it
 waits for; when one fails its siblings are cancelled; every wait is bounded; lent memory is given back.
@@ -23,9 +24,8 @@ import msgspec
 from nereus.actors.names import slot_worker
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Lend, Lent, Loan, Message, Return, Take, Vacate
-from nereus.core.plan import SlotId, Stage
+from nereus.core.plan import Emu, SlotId, Stage
 from nereus.errors import NereusError, TransitionError
-from nereus.transition.cost import traffic
 from nereus.transition.primitive import (
     Destroy,
     Extend,
@@ -37,7 +37,7 @@ from nereus.transition.primitive import (
     model_stage_of,
     slots_of,
 )
-from nereus.transition.reshard import Move, TensorSpec, held_to_train
+from nereus.transition.reshard import Move, TensorSpec, held_to_train, moves
 from nereus.transition.run import TransitionRun
 
 
@@ -87,6 +87,21 @@ def takers(primitive: Primitive) -> tuple[Replica, ...]:
             raise TransitionError(f"{primitive.id}: live slots cannot park state in host memory yet")
 
 
+def givers(primitive: Primitive) -> tuple[Replica, ...]:
+    """Return the replicas that ``primitive`` starts from; all but those of an ``Extend`` are gone after it."""
+    match primitive:
+        case Split(source=source):
+            return (source,)
+        case Merge(parts=parts):
+            return parts
+        case Extend(sources=sources):
+            return sources
+        case Destroy(replica=replica):
+            return (replica,)
+        case _:
+            raise TransitionError(f"{primitive.id}: live slots cannot park state in host memory yet")
+
+
 class StateMoves:
     """Performs primitives on the workers of a run.
 
@@ -110,7 +125,7 @@ class StateMoves:
         self._layers = 1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1)
         self._model = str(model)
         self._timeout_s = timeout_s
-        self._idle_parts = _idle_parts(primitives)
+        self._ends = Ends.of(primitives)
         self.moved_bytes = 0
         """What has been lent so far: parameters and moments."""
         self.vacated: list[SlotId] = []
@@ -125,11 +140,10 @@ class StateMoves:
             await self._ask_all((slot, Vacate()) for slot in slots_of(primitive))
 
     async def _move(self, primitive: Primitive) -> None:
-        if isinstance(primitive, Split):
-            wanted = tuple(part for part in primitive.parts if part not in self._idle_parts)
-            primitive = msgspec.structs.replace(primitive, parts=wanted)
+        targets = [replica for replica in takers(primitive) if replica in self._ends.targets]
         by_lender: dict[SlotId, list[Move]] = defaultdict(list)
-        for move in traffic(primitive, self._specs, self._layers, held=self._held):
+        units = (list(map(_unit, replicas)) for replicas in (self._ends.origins, targets))
+        for move in moves(self._specs, self._layers, *units, held=self._held):
             by_lender[move.from_slot].append(move)
         lenders = sorted(by_lender)
         try:
@@ -142,7 +156,7 @@ class StateMoves:
                 loans.append(Loan(slot, tuple(by_lender[slot]), answer.path, answer.receipt))
             await self._ask_all(
                 (slot, Take(primitive.id, replica, index, self._model, _for(slot, loans)))
-                for replica in takers(primitive)
+                for replica in targets
                 for index, slot in enumerate(replica.slots)
             )
         finally:
@@ -162,20 +176,31 @@ class StateMoves:
         return await self._endpoint.request(slot_worker(slot), message, timeout_s=self._timeout_s)
 
 
-def _idle_parts(primitives: Iterable[Primitive]) -> set[Replica]:
-    """Return the replicas that are dropped without ever being used: a split need not gather them."""
-    dropped, used = set[Replica](), set[Replica]()
-    for primitive in primitives:
-        match primitive:
-            case Destroy(replica=replica):
-                dropped.add(replica)
-            case Extend(sources=sources):
-                used.update(sources)
-            case Merge(parts=parts):
-                used.update(parts)
-            case Split(source=source):
-                used.add(source)
-    return dropped - used
+class Ends(msgspec.Struct, frozen=True):
+    """Where the state of the units that train is before a transition, and the replicas that are new after it."""
+
+    origins: tuple[Replica, ...]
+    """They have it until the commit."""
+    targets: frozenset[Replica]
+
+    @classmethod
+    def of(cls, primitives: Iterable[Primitive]) -> Ends:
+        """Return the ends of a transition; what is made only to be made into something else is neither."""
+        given: dict[Replica, None] = {}
+        made: set[Replica] = set()
+        gone: set[Replica] = set()
+        for primitive in primitives:
+            if not isinstance(primitive, Split | Merge | Extend | Destroy):
+                continue  # refused when it is performed
+            if model_stage_of(primitive).stage is Stage.TRAINING:
+                given |= dict.fromkeys(givers(primitive))
+                made.update(takers(primitive))
+                gone.update(() if isinstance(primitive, Extend) else givers(primitive))
+        return cls(tuple(replica for replica in given if replica not in made), frozenset(made - gone))
+
+
+def _unit(replica: Replica) -> Emu:
+    return Emu(replica.model_stage, 0, replica.layout, replica.slots)
 
 
 def _for(slot: SlotId, loans: Iterable[Loan]) -> tuple[Loan, ...]:

@@ -15,7 +15,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -150,6 +150,16 @@ class TrainerGroups:
     dp: dist.ProcessGroup | None = None
     ends: dist.ProcessGroup | None = None
 
+    @property
+    def within_unit(self) -> TrainerGroups:
+        """Return those whose members are of one unit."""
+        return replace(self, everyone=None, dp=None)
+
+    @property
+    def between_units(self) -> TrainerGroups:
+        """Return those whose members change with the plan, whatever becomes of this unit."""
+        return TrainerGroups(everyone=self.everyone, dp=self.dp)
+
     def leave(self) -> None:
         """Leave all groups; safe when members are dead."""
         for field in fields(self):
@@ -178,25 +188,54 @@ def trainer_members(emu: Emu, plan: Plan, slot: SlotId) -> dict[str, tuple[SlotI
     }
 
 
+def agree_to_keep(emu: Emu, plan: Plan, slot: SlotId, willing: bool, *, store: str, timeout_s: float) -> bool:
+    """Say whether every slot of ``emu`` is willing to go on with the groups that the unit has already.
+
+    ``TransitionError`` if one does not say so in time.
+    """
+    if len(emu.slots) == 1 or not store:
+        return willing
+    join_world(slot)
+    client = connect_store(store, timeout_s=timeout_s)
+    key = f"{plan.epoch}/training/keep/{emu.slots[0]}"
+    client.set(f"{key}/{slot}", str(int(willing)))
+    try:
+        return all(client.get(f"{key}/{member}") == b"1" for member in emu.slots)
+    except RuntimeError as error:
+        raise TransitionError(f"not all of {emu.id} said whether they keep their groups: {error}") from error
+
+
 def form_trainer_groups(
-    emu: Emu, plan: Plan, slot: SlotId, *, store: str, transport: str, timeout_s: float
+    emu: Emu,
+    plan: Plan,
+    slot: SlotId,
+    *,
+    store: str,
+    transport: str,
+    timeout_s: float,
+    kept: TrainerGroups | None = None,
 ) -> TrainerGroups:
-    """Form the groups of ``slot`` under ``plan``; a plan of one slot needs no store and forms none."""
-    wanted = {kind: members for kind, members in trainer_members(emu, plan, slot).items() if len(members) > 1}
+    """Form the groups of ``slot`` under ``plan``; a plan of one slot needs no store and forms none.
+
+    Those of ``kept`` are there already: a unit that stays as it is keeps its own (``agree_to_keep``).
+    """
+    kept = kept or TrainerGroups()
+    members = trainer_members(emu, plan, slot)
+    wanted = {kind: of for kind, of in members.items() if len(of) > 1 and getattr(kept, kind) is None}
     if not wanted:
-        return TrainerGroups()
+        return kept
     if not store:
-        raise ValueError(f"{emu.id}: {len(wanted['everyone'])} slots need a rendezvous store, and none is named")
+        raise ValueError(f"{emu.id}: {len(members['everyone'])} slots need a rendezvous store, and none is named")
     join_world(slot)
     client = connect_store(store, timeout_s=timeout_s)
     formed: dict[str, dist.ProcessGroup] = {}
     try:
-        for kind, members in wanted.items():
+        for kind, of in wanted.items():
             # Groups of one kind are disjoint, so the first member tells them apart.
-            name = f"{plan.epoch}/training/{kind}/{members[0]}x{len(members)}"
+            name = f"{plan.epoch}/training/{kind}/{of[0]}x{len(of)}"
             backend = "gloo" if kind == "everyone" else transport
-            formed[kind] = make_group(client, name, members, slot, backend=backend, timeout_s=timeout_s)
+            formed[kind] = make_group(client, name, of, slot, backend=backend, timeout_s=timeout_s)
     except TransitionError:
         TrainerGroups(**formed).leave()
         raise
-    return TrainerGroups(**formed)
+    return replace(kept, **formed)

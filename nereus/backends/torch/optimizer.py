@@ -10,7 +10,7 @@ finite changes nothing, not even the schedule; warm-up and decay count applied u
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from nereus.config import TrainConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = ("parameter", *_MOMENTS)
+
+Zeros = Callable[[int, torch.dtype], Tensor]
+"""``zeros(elements, dtype)``: a flat buffer of zeros."""
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,12 +54,18 @@ class FlatAdamW:
         device: torch.device,
         config: TrainConfig,
         state: Mapping[str, Tensor] | None = None,
+        *,
+        zeros: Zeros | None = None,
     ) -> None:
-        """Train in buffers of zeros, or in those of ``state``, by kind, which become the optimizer's own."""
-        kept = state or {kind: torch.zeros(elements, dtype=exact_dtype(dtype), device=device) for kind in _KINDS}
+        """Train in buffers of zeros, or in those of ``state``, by kind, which become the optimizer's own.
+
+        ``zeros`` allocates; by default torch does.
+        """
+        zeros = zeros or (lambda size, kind: torch.zeros(size, dtype=kind, device=device))
+        kept = state or {kind: zeros(elements, exact_dtype(dtype)) for kind in _KINDS}
         self.master = kept["parameter"]
-        self.gradient = torch.zeros_like(self.master)
-        self.compute = self.master if dtype == self.master.dtype else torch.zeros(elements, dtype=dtype, device=device)
+        self.gradient = zeros(elements, self.master.dtype)
+        self.compute = self.master if dtype == self.master.dtype else zeros(elements, dtype)
         self._parameter = torch.nn.Parameter(self.master)
         self._parameter.grad = self.gradient
         self._optimizer = torch.optim.AdamW(

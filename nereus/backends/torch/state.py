@@ -2,7 +2,7 @@
 
 Owner: the trainer. What is held and how it moves is ``backends/holdings.py``; here is the memory: the flat buffers in
 which ``FlatAdamW`` trains, so that what is received lies where it will be trained, and the model's architecture, from
-which a slot that has held nothing yet learns what it will hold.
+which a slot that has held nothing yet learns what it will hold. A CPU's buffers are shared memory (``buffers.py``).
 
 Invariants (tests/backends/test_state_moves.py): the pieces of a room are those that ``reshard.held_to_train`` names;
 padding between tensors is zero.
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nereus.backends.torch.buffers import SharedBuffers
 from nereus.backends.torch.model import (
     DTYPES,
     Entry,
@@ -29,6 +30,7 @@ from nereus.backends.torch.model import (
     tensor_specs,
     tied_names,
 )
+from nereus.bus.messages import Place
 from nereus.config import ModelConfig
 from nereus.core.plan import Layout
 from nereus.transition.reshard import Piece, TensorSpec
@@ -83,12 +85,15 @@ class FlatRoom:
         dtype: torch.dtype,
         device: torch.device,
         flats: Mapping[str, Tensor] | None = None,
+        *,
+        buffers: SharedBuffers | None = None,
     ) -> None:
         self.pieces: Mapping[str, Piece] = {entry.spec.name: entry.piece for entry in entries}
         self.entries = tuple(entries)
         self.elements = elements
         self.flats: dict[str, Tensor] = dict(flats or {})
         self._dtype, self._device = dtype, device
+        self._buffers = buffers
         self._views = {kind: self._cut(flat) for kind, flat in self.flats.items()}
 
     def view(self, kind: str, name: str) -> Tensor:
@@ -108,7 +113,10 @@ class FlatRoom:
 
     def _allocate(self) -> Tensor:
         """Return a flat buffer without touching it, but for the padding."""
-        flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
+        if self._buffers is not None:
+            flat = self._buffers.empty(self.elements, self._dtype)
+        else:
+            flat = torch.empty(self.elements, dtype=self._dtype, device=self._device)
         starts = [entry.offset for entry in self.entries[1:]] + [self.elements]
         for entry, following in zip(self.entries, starts, strict=True):
             if (end := entry.offset + entry.elements) < following:
@@ -119,22 +127,28 @@ class FlatRoom:
 class TorchMemory:
     """How tensors of a device meet the memory of the host."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, buffers: SharedBuffers | None = None) -> None:
+        """``buffers``: where the arrays lie, if other processes can look into them."""
         self.itemsize = dtype.itemsize
         self._dtype, self._device = dtype, device
+        self._buffers = buffers
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor that is not initialised."""
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def export(self, array: Tensor) -> NDArray[Any]:
-        """Return the elements in row-major order on the host."""
-        exported: NDArray[Any] = array.detach().contiguous().cpu().numpy()
+        """Return the elements on the host; a view if they are there."""
+        exported: NDArray[Any] = array.detach().cpu().numpy()
         return exported
+
+    def locate(self, array: Tensor) -> Place | None:
+        """Return where other processes of this host find the elements; None if they cannot look there."""
+        return self._buffers.locate(array) if self._buffers is not None else None
 
     def fill(self, array: Tensor, read: Callable[[NDArray[Any]], None]) -> None:
         """Let ``read`` write all elements of ``array``."""
-        if array.device.type == "cpu" and array.is_contiguous():
+        if array.device.type == "cpu":
             read(array.detach().numpy())
             return
         landing = np.empty(tuple(array.shape), np.float64 if self.itemsize == 8 else np.float32)

@@ -34,9 +34,9 @@ from nereus.algo.advantage import zero_std_groups
 from nereus.backends.api import TrainBatch
 from nereus.backends.emulation import Speeds, TrainingCosts
 from nereus.backends.holdings import Holdings
-from nereus.backends.torch import checkpoint, hf
+from nereus.backends.torch import buffers, checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
-from nereus.backends.torch.groups import TrainerGroups, form_trainer_groups
+from nereus.backends.torch.groups import TrainerGroups, agree_to_keep, form_trainer_groups
 from nereus.backends.torch.loss import METRICS, grpo_loss, log_probabilities
 from nereus.backends.torch.metering import Buffers, Meter, Shape
 from nereus.backends.torch.model import (
@@ -106,6 +106,13 @@ class _Share:
     parameters: dict[str, nn.Parameter]
     pipeline: Pipeline
 
+    def release(self) -> None:
+        """Let go of all parameters and of the process group; nothing can be computed any more."""
+        self.stage.let_go()
+        for module in self.stage.modules():
+            module._parameters.clear()
+        self.parameters.clear()
+
 
 @dataclass(frozen=True)
 class _Update:
@@ -140,7 +147,10 @@ class TorchTrainer:
         self._place: _Place | None = None
         self._blueprint: Blueprint | None = None
         self._reference_folder: Path | None = None
-        self._holdings: Holdings[FlatRoom] = Holdings(TorchMemory(exact_dtype(self._dtype), self._device))
+        self._shared = buffers.PROCESS if self._device.type == "cpu" else None
+        buffers.PROCESS.keep(config.adapt.spare_mb * 1_000_000)
+        memory = TorchMemory(exact_dtype(self._dtype), self._device, self._shared)
+        self._holdings: Holdings[FlatRoom] = Holdings(memory)
         self._room: FlatRoom | None = None
         self._optimizer: FlatAdamW | None = None
         self._share_of_policy: _Share | None = None
@@ -155,13 +165,25 @@ class TorchTrainer:
     # Placement
 
     def assign(self, emu: Emu, plan: Plan, slot: SlotId, *, store: str) -> None:
-        """Join the process groups of ``plan`` as ``slot``; groups of an earlier plan are left first."""
-        self.close()
-        self._place = _Place.of(emu, plan, slot)
+        """Join the process groups of ``plan`` as ``slot``; groups of an earlier plan are left first.
+
+        A unit of which nothing but its number changes keeps the groups that it has for itself, and what computes.
+        """
         cluster = self._config.cluster
-        self._groups = form_trainer_groups(
-            emu, plan, slot, store=store, transport=cluster.transport, timeout_s=cluster.group_timeout_s
-        )
+        before, place = self._place, _Place.of(emu, plan, slot)
+        same = before is not None and (before.emu.slots, before.emu.layout) == (emu.slots, emu.layout)
+        willing = same and self._share_of_policy is not None
+        with _noted("groups"):
+            if agree_to_keep(emu, plan, slot, willing, store=store, timeout_s=cluster.group_timeout_s):
+                kept = self._groups.within_unit
+                self._groups.between_units.leave()
+            else:
+                self.close()
+                kept = TrainerGroups()
+            self._place = place
+            self._groups = form_trainer_groups(
+                emu, plan, slot, store=store, transport=cluster.transport, timeout_s=cluster.group_timeout_s, kept=kept
+            )
 
     def load(self, source: Path) -> int:
         """Build this slot's share from a model folder (step 0) or a committed checkpoint; return its step.
@@ -176,12 +198,17 @@ class TorchTrainer:
         self._blueprint = blueprint
         self._forget()
         self._holdings.clear()
-        self._optimizer = optimizer = FlatAdamW(elements, self._dtype, self._device, self._train)
-        self._room = FlatRoom(entries, elements, optimizer.master.dtype, self._device, optimizer.buffers())
+        self._optimizer = optimizer = self._make_optimizer(elements)
+        flats = optimizer.buffers()
+        self._room = FlatRoom(entries, elements, optimizer.master.dtype, self._device, flats, buffers=self._shared)
         self._step = self._restore(source) if resumed else self._read_weights(source, optimizer.master)
         self._holdings.commit(Replica.of(place.emu), self._room, self._counters)
         self._compute()
         return self._step
+
+    def _make_optimizer(self, elements: int, state: dict[str, Tensor] | None = None) -> FlatAdamW:
+        zeros = self._shared.zeros if self._shared is not None else None
+        return FlatAdamW(elements, self._dtype, self._device, self._train, state, zeros=zeros)
 
     def _find_reference(self, source: Path, resumed: bool) -> Path | None:
         if not self._train.loss.kl_coefficient:
@@ -668,23 +695,30 @@ class TorchTrainer:
     def lend(self, moves: Sequence[Move], path: Path) -> Receipt:
         """Write the pieces of ``moves`` into the existing file ``path``."""
         self._count()
-        return self._holdings.lend(moves, path)
+        with _noted("lend"):
+            return self._holdings.lend(moves, path)
 
     def take(self, replica: Replica, index: int, loans: Sequence[Loan], model: Path) -> int:
         """Hold slot number ``index`` of ``replica`` as well; return the bytes that were read."""
         self._count()
+        with _noted("blueprint"):
+            self._learn(model)
+        blueprint, dtype = self._known, exact_dtype(self._dtype)
+
+        def make_room() -> FlatRoom:
+            entries, elements = blueprint.lay_out(replica.layout, index)
+            return FlatRoom(entries, elements, dtype, self._device, buffers=self._shared)
+
+        with _noted("take"):
+            return self._holdings.take(replica, index, loans, make_room)
+
+    def _learn(self, model: Path) -> None:
+        """Read the architecture, unless it is known."""
         if self._blueprint is None:
             given = Path(self._config.model.path)
             start = given if self._config.model.path and given.is_dir() else model
             self._reference_folder = self._find_reference(start, checkpoint.is_checkpoint(start))
             self._blueprint = Blueprint(checkpoint.model_folder(model), self._config.model)
-        blueprint, dtype = self._blueprint, exact_dtype(self._dtype)
-
-        def make_room() -> FlatRoom:
-            entries, elements = blueprint.lay_out(replica.layout, index)
-            return FlatRoom(entries, elements, dtype, self._device)
-
-        return self._holdings.take(replica, index, loans, make_room)
 
     def drop(self, replica: Replica) -> None:
         """Forget one replica; if it is the one in training, what computes with it goes too."""
@@ -703,14 +737,19 @@ class TorchTrainer:
         self._holdings.require(replica)
         self._count()
         counters = self._holdings.counters
-        if replica != self._holdings.committed:
-            self._forget()
-        self._room = room = self._holdings.settle(replica)
+        with _noted("forget"):
+            if replica != self._holdings.committed:
+                self._forget()
+        with _noted("settle"):
+            self._room = room = self._holdings.settle(replica)
         if self._optimizer is None:
-            self._optimizer = FlatAdamW(room.elements, self._dtype, self._device, self._train, room.flats)
+            with _noted("optimizer"):
+                self._optimizer = self._make_optimizer(room.elements, room.flats)
             self._optimizer.updates = counters["updates"]
             self._step, self._self_checked = counters["step"], bool(counters["self_checked"])
-        self._compute()
+        if self._share_of_policy is None:
+            with _noted("build"):
+                self._compute()
         return self._step
 
     def abandon(self) -> None:
@@ -723,15 +762,18 @@ class TorchTrainer:
 
     def _forget(self) -> None:
         """Let go of all that computes with the state, and of the gradient."""
-        self._share_of_policy = self._share_of_reference = self._optimizer = self._room = self._ready = None
-        gc.collect()  # the model's modules may refer to each other
+        self._drop_shares()
+        self._optimizer = self._room = self._ready = None
+
+    def _drop_shares(self) -> None:
+        """Free what computes; modules refer to each other, so their memory is taken from them."""
+        for share in filter(None, (self._share_of_policy, self._share_of_reference)):
+            share.release()
+        self._share_of_policy = self._share_of_reference = self._kept_meter = None
 
     def close(self) -> None:
         """Leave all process groups; safe when peers are dead."""
-        for share in (self._share_of_policy, self._share_of_reference):
-            if share is not None:
-                share.stage.let_go()
-        self._share_of_policy = self._share_of_reference = self._kept_meter = None
+        self._drop_shares()
         self._groups.leave()
         self._groups = TrainerGroups()
 
@@ -783,6 +825,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+@contextlib.contextmanager
+def _noted(what: str) -> Iterator[None]:
+    """Log how long a part of a plan change takes."""
+    began = perf_counter()
+    yield
+    _log.info("state moved", what=what, seconds=perf_counter() - began)
 
 
 def _is_collective(error: BaseException) -> bool:
