@@ -100,6 +100,11 @@ class MemoryEndpoint(Driver):
         """Let a packet arrive in the loop's next round."""
         self._loop.call_soon(self._take, peer, incarnation, head, frames)
 
+    def exclude(self, peer: str, why: str) -> None:
+        """Give up the present incarnation of ``peer``: what time-outs do where there are heartbeats."""
+        self._exchange.exclude(peer, why, self._loop.time())
+        self._settle()
+
     def lost_connection(self, peer: str, incarnation: str) -> None:
         self._exchange.broken(peer, incarnation, self._loop.time())
 

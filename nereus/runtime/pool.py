@@ -27,7 +27,7 @@ _BYTES = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}
 
 
 def cluster_of(config: JobConfig) -> Cluster:
-    """Return the job's slots on one node; ``ConfigError`` if the profile is not known."""
+    """Return the job's slots; ``ConfigError`` if the profile is not known. CPU slots are all on one node."""
     stated = load_cluster(config.cluster.profile or "cpu", config.cluster.slots)
     emulate, device, link = config.emulate, stated.device, stated.in_node
     device = Device(
@@ -37,7 +37,9 @@ def cluster_of(config: JobConfig) -> Cluster:
         emulate.memory_gb_s * GB or device.bytes_per_s,
     )
     link = Link(emulate.link_latency_us * MICRO or link.latency_s, emulate.link_gb_s * GB or link.bytes_per_s)
-    nodes = uniform_nodes(config.cluster.slots, config.cluster.slots)
+    nodes = stated.nodes
+    if config.cluster.device == "cpu":
+        nodes = uniform_nodes(config.cluster.slots, config.cluster.slots)
     return replace(stated, device=device, in_node=link, nodes=nodes)
 
 
@@ -84,7 +86,9 @@ def _prior(config: JobConfig) -> Efficiencies:
 def _pins(config: JobConfig) -> tuple[Pin, ...]:
     """Return what may not change: the built-in engine's units have one slot, and with ``replicas`` all layouts stay."""
     rollout = Replication.parse(config.rollout.layout).layout
-    pins = [Pin(POLICY_GENERATION, tp=rollout.tp, pp=rollout.pp)]
+    pins = list[Pin]()
+    if config.rollout.backend == "torch" or config.adapt.mode == "replicas":
+        pins.append(Pin(POLICY_GENERATION, tp=rollout.tp, pp=rollout.pp))
     if config.adapt.mode == "replicas":
         train = Replication.parse(config.train.layout).layout
         pins.append(Pin(POLICY_TRAINING, tp=train.tp, pp=train.pp))

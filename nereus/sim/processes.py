@@ -44,12 +44,14 @@ class VirtualProcesses:
         boot_s: Callable[[str], float] = lambda _: 0.2,
         connect_s: float = 0.02,
         died: Callable[[str], None] = _nobody,
+        left: Callable[[str], None] = _nobody,
         stalled: Callable[[str], None] = _nobody,
         note: Callable[[str], None] = _nobody,
     ) -> None:
         """``boot_s``: from the start to the first word; infinite: not now, the worker is started by ``boot`` later.
 
-        ``died`` and ``stalled`` are told of workers that vanish and that hang in their work; ``note`` of words to show.
+        ``died``, ``left`` and ``stalled`` are told of workers that vanish, that are gone in any way, and that hang in
+        their work; ``note`` of words to show.
         """
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self._bus = bus
@@ -57,6 +59,7 @@ class VirtualProcesses:
         self._boot_s = boot_s
         self._connect_s = connect_s
         self._died = died
+        self._left = left
         self._stalled = stalled
         self._note = note
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -107,6 +110,10 @@ class VirtualProcesses:
             self._hung.add(worker)
             self._bus.cut(worker)
 
+    def hangs(self, worker: str) -> bool:
+        """Say whether ``worker`` has fallen silent and is still there."""
+        return worker in self._hung and worker in self._tasks
+
     def stall(self, worker: str) -> None:
         """Let a worker hang in its work, and be well otherwise."""
         if worker in self._tasks:
@@ -145,6 +152,7 @@ class VirtualProcesses:
             self._abort(worker)
         finally:
             self._tasks.pop(worker, None)
+            self._left(worker)
             self.exits.put_nowait(Exited(worker, pid, code))
 
     def _abort(self, worker: str) -> None:

@@ -59,6 +59,7 @@ class World:
         self.setting = setting
         self.bus = bus
         self.processes = processes
+        self.endpoint = bus.server(SUPERVISOR)
         self.supervisor = Supervisor(
             setting.config,
             setting.plan,
@@ -66,7 +67,7 @@ class World:
             attempt=setting.attempt,
             store="",
             origin=setting.origin,
-            endpoint=bus.server(SUPERVISOR),
+            endpoint=self.endpoint,
             launcher=processes,
             journal=setting.journal,
             dataset=setting.dataset,

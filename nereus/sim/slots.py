@@ -1,0 +1,544 @@
+"""What do the workers of a simulated run say to the supervisor?
+
+The same as live ones: each worker here speaks for a slot, the relay or the reward service, and answers every message of
+the supervisor in the time that its device would take (``devices.py``). What live workers say to each other (samples,
+pieces of weights) passes inside the world.
+
+Invariants (tests/sim/test_simulation.py): every message of the supervisor is answered; what a slot holds is what it was
+told to take; a unit whose slot is lost generates nothing before it is assigned anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from nereus.actors.host import Actor
+from nereus.actors.names import SUPERVISOR
+from nereus.actors.slot import SlotActor
+from nereus.actors.wiring import Wiring
+from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
+from nereus.bus.messages import (
+    Abandon,
+    Assign,
+    Commit,
+    Fault,
+    Grant,
+    GroupAccepted,
+    GroupRef,
+    GroupSpec,
+    Lend,
+    Lent,
+    Manifest,
+    Message,
+    Ok,
+    Peers,
+    Publish,
+    Ready,
+    Recall,
+    Receipt,
+    Refused,
+    Release,
+    Return,
+    Sample,
+    Save,
+    Saved,
+    Stand,
+    Standing,
+    StepDone,
+    StepFailed,
+    StepReport,
+    Switch,
+    Take,
+    Train,
+    VersionReady,
+    WeightsLive,
+)
+from nereus.config import JobConfig
+from nereus.core.plan import POLICY_TRAINING, ModelStage, Plan, SlotId, Stage
+from nereus.errors import OutOfMemory, ProtocolError, TransitionError
+from nereus.sim.devices import Batch, Devices, Held
+from nereus.sim.engine import Drawn, Engine, Speed
+from nereus.sim.truth import tensors_of
+from nereus.transition.primitive import Replica
+from nereus.transition.reshard import Move, TensorSpec, elements
+
+STATE_BYTES = 12.0
+"""Of a parameter: master and both moments."""
+
+COMMUNICATOR_S = 1.2
+COMMUNICATOR_RANK_S = 3e-3
+"""Ours: setting up process groups, and for each rank of them."""
+
+ENGINE_START_S = 6.0
+"""Ours: building a generation engine: cache, kernels, graphs."""
+
+Draw = Callable[[GroupSpec], Drawn]
+
+
+class SimulatedSlot(SlotActor):
+    """A slot whose devices are the world's."""
+
+    def __init__(
+        self, slot: SlotId, config: JobConfig, control: Endpoint, wiring: Wiring, devices: Devices, draw: Draw
+    ) -> None:
+        super().__init__(slot, config, control, wiring, Path())
+        self._devices = devices
+        self._draw = draw
+        devices.came(slot)
+
+    def _build(self, model_stage: ModelStage, source: Path) -> Actor:
+        if model_stage.stage is Stage.TRAINING:
+            return Trainer(self._slot, self._control, self._devices)
+        return Rollout(self._slot, self._config, self._control, self._devices, self._draw)
+
+
+class Trainer:
+    """One slot of a trainer unit."""
+
+    def __init__(self, slot: SlotId, control: Endpoint, devices: Devices) -> None:
+        self._slot = slot
+        self._control = control
+        self._devices = devices
+        self._plan: Plan | None = None
+        self._apart = False
+        """Whether this slot has left its process groups, because a peer is lost or has not come."""
+        self._groups: dict[GroupRef, GroupAccepted] = {}
+        self._arrived: asyncio.Queue[GroupAccepted] = asyncio.Queue()
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Assign() as assign:
+                await self._assign(assign)
+            case Train() as train:
+                await self._train(train)
+            case Release(groups):
+                gone = frozenset(groups)
+                self._groups = {ref: held for ref, held in self._groups.items() if ref.group not in gone}
+            case Publish(version):
+                return Ok() if await self._push(version) else Refused(f"version {version} has not become visible")
+            case Stand():
+                held = self._held
+                return Standing(held.step, held.ready, False, tuple(sorted(held.replicas)))
+            case Recall(step):
+                return self._recall(step)
+            case Save(step, _):
+                emu = next(emu for emu in self._now.of(POLICY_TRAINING) if self._slot in emu.slots)
+                await self._control.send(SUPERVISOR, Saved(step, emu.id, b"{}"))
+            case Lend() as lend:
+                size = round(sum(elements(move.piece) for move in lend.moves) * STATE_BYTES)
+                return Lent(f"slot-{self._slot}", Receipt(size, (), {"step": self._held.step}))
+            case Take() as take:
+                return await self._take(take)
+            case Return():
+                return Ok()
+            case Abandon():
+                held = self._held
+                held.replicas = {held.committed} if held.committed else set()
+                held.received_bytes = 0.0
+            case Commit(plan):
+                return await self._commit(plan)
+            case Peers():
+                """Where servers are is known here."""
+            case other:
+                return Refused(f"a trainer does not understand {type(other).__name__}")
+        return None
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Nothing is kept for a peer."""
+
+    async def background(self) -> None:
+        """Tell the supervisor of groups that are here."""
+        while True:
+            await self._control.send(SUPERVISOR, await self._arrived.get())
+
+    async def close(self) -> None:
+        if self._devices.collect == self._collect:
+            self._devices.collect = None
+
+    @property
+    def _held(self) -> Held:
+        return self._devices.held[self._slot]
+
+    @property
+    def _now(self) -> Plan:
+        if self._plan is None:
+            raise ProtocolError(f"slot {self._slot} has no unit yet")
+        return self._plan
+
+    def _collect(self, group: GroupAccepted) -> None:
+        ref = GroupRef(group.group, group.attempt)
+        if ref not in self._groups:
+            self._groups[ref] = group
+            self._arrived.put_nowait(group)
+
+    def _follow(self, plan: Plan) -> None:
+        """Take the place that ``plan`` gives this slot; the lead slot is where finished groups come."""
+        self._plan = plan
+        if plan.of(POLICY_TRAINING)[0].slots[0] == self._slot:
+            self._devices.collect = self._collect
+        elif self._devices.collect == self._collect:
+            self._devices.collect = None
+
+    async def _assign(self, assign: Assign) -> None:
+        began = asyncio.get_running_loop().time()
+        self._control.advance(assign.plan.epoch)
+        self._follow(assign.plan)
+        share = self._devices.truth.shape.parameters / assign.emu.layout.slots
+        await asyncio.sleep(self._devices.links.from_host_s(share * STATE_BYTES) + _communicators_s(assign.plan))
+        held = self._held
+        held.committed = Replica.of(assign.emu)
+        held.replicas, held.step = {held.committed}, assign.version
+        lead = assign.plan.of(POLICY_TRAINING)[0].slots[0] == self._slot
+        tensors = tensors_of(self._devices.truth.shape) if lead else ()
+        seconds = asyncio.get_running_loop().time() - began
+        await self._control.send(SUPERVISOR, Ready(assign.emu.id, seconds, tensors))
+
+    async def _train(self, train: Train) -> None:
+        if self._apart:
+            return  # the supervisor has not heard of it yet
+        plan = self._now
+        units = plan.of(POLICY_TRAINING)
+        lead = units[0].slots[0] == self._slot
+        batch = self._batch(train) if lead else None
+        try:
+            took = await self._devices.collectives.enter(self._slot, units, plan.epoch, train.step, batch)
+        except (TransitionError, OutOfMemory) as error:
+            self._apart = True
+            needed = sum(error.needed_bytes.values()) if isinstance(error, OutOfMemory) else 0
+            await self._control.send(SUPERVISOR, StepFailed(train.step, str(error), needed))
+            return
+        report = StepReport(train.step, train.version, 0.0, 0)
+        if batch is not None:
+            tokens = sum(prompt + response for prompt, response in batch.lengths)
+            metrics = self._metrics(train, tokens, took.seconds)
+            report = StepReport(
+                train.step,
+                train.version,
+                took.seconds,
+                tokens,
+                metrics,
+                peak_bytes=took.peak_bytes,
+                operations=took.operations,
+            )
+        emu = next(emu for emu in units if self._slot in emu.slots)
+        await self._control.send(SUPERVISOR, StepDone(report, emu.id))
+        self._push(train.version + 1)
+
+    def _batch(self, train: Train) -> Batch:
+        missing = [ref.group for ref in train.groups if ref not in self._groups]
+        if missing:
+            raise ProtocolError(f"the collector does not hold groups {missing}")
+        held = [self._groups[ref] for ref in train.groups]
+        return Batch(tuple((group.prompt_tokens, sample.tokens) for group in held for sample in group.samples))
+
+    def _metrics(self, train: Train, tokens: int, seconds: float) -> dict[str, float]:
+        samples = [sample for ref in train.groups for sample in self._groups[ref].samples]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        mean = sum(rewards) / len(rewards)
+        return {
+            "reward/mean": mean,
+            "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+            "response_length/mean": sum(sample.tokens for sample in samples) / len(samples),
+            "perf/tokens_per_s": tokens / seconds,
+        }
+
+    def _push(self, version: int) -> asyncio.Future[bool]:
+        writers = frozenset(slot for emu in self._now.of(POLICY_TRAINING) for slot in emu.slots)
+        return self._devices.publications.push(version, self._slot, writers)
+
+    def _recall(self, step: int) -> Message:
+        held = self._held
+        if held.ready and step == held.step + 1:
+            held.step = step
+        elif step != held.step:
+            return Refused(f"this slot stands before step {held.step} and cannot come to step {step}")
+        held.ready = False
+        return Ok()
+
+    async def _take(self, take: Take) -> Message:
+        """Receive what is lacking over the links, if there is room for it."""
+        devices, held = self._devices, self._held
+        sizes: defaultdict[SlotId, float] = defaultdict(float)
+        for loan in take.loans:
+            sizes[loan.lender] += _received_bytes(loan.moves, self._slot)
+        now = asyncio.get_running_loop().time()
+        resident = devices.truth.resident_bytes(held.committed.layout) if held.committed else 0.0
+        needed = resident + held.received_bytes + sum(sizes.values())
+        limit = devices.truth.cluster.device.memory_bytes
+        if needed > limit:
+            return Refused(f"slot {self._slot} would need {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB to take this")
+        held.received_bytes += sum(sizes.values())
+        arrives = [devices.links.transfer(lender, self._slot, size, now) for lender, size in sorted(sizes.items())]
+        await asyncio.sleep(max(arrives, default=now) - now)
+        if lost := [lender for lender in sizes if lender not in devices.held]:
+            return Refused(f"slots {lost} are lost and what they lent has not arrived")
+        held.replicas.add(take.replica)
+        steps = [loan.receipt.counters["step"] for loan in take.loans]
+        held.step = max(steps, default=held.step)
+        return Ok()
+
+    async def _commit(self, plan: Plan) -> Message:
+        """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is."""
+        before, units = self._plan, plan.of(POLICY_TRAINING)
+        self._follow(plan)
+        if before is not None and before.of(POLICY_TRAINING) == units and not self._apart:
+            return Ok()
+        self._apart = True
+        await asyncio.sleep(_communicators_s(plan))
+        if lost := [slot for unit in units for slot in unit.slots if slot not in self._devices.held]:
+            return Refused(f"slots {lost} have not come")
+        held = self._held
+        replica = Replica.of(next(emu for emu in units if self._slot in emu.slots))
+        if replica not in held.replicas:
+            raise ProtocolError(f"slot {self._slot} holds nothing of {replica}")
+        held.committed, held.replicas, held.received_bytes = replica, {replica}, 0.0
+        self._apart = False
+        return Ok()
+
+
+def _communicators_s(plan: Plan) -> float:
+    return COMMUNICATOR_S + COMMUNICATOR_RANK_S * sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING))
+
+
+def _received_bytes(moves: tuple[Move, ...], slot: SlotId) -> float:
+    return sum(elements(move.piece) for move in moves if move.to_slot == slot) * STATE_BYTES
+
+
+class Rollout:
+    """One slot of a generation unit; the first one speaks for the unit."""
+
+    def __init__(self, slot: SlotId, config: JobConfig, control: Endpoint, devices: Devices, draw: Draw) -> None:
+        self._slot = slot
+        self._config = config
+        self._control = control
+        self._devices = devices
+        self._draw = draw
+        self._assigned: Assign | None = None
+        self._engine = Engine(config.rollout.max_live, 1)
+        self._running: set[int] = set()
+        self._finished: dict[int, GroupAccepted] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._scoring: dict[int, asyncio.TimerHandle] = {}
+        self._collector: object = None
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Assign() as assign:
+                await self._assign(assign)
+            case Grant(groups):
+                for spec in groups:
+                    if spec.group not in self._running and spec.group not in self._finished:
+                        self._running.add(spec.group)
+                        self._ended(self._engine.add(self._draw(spec), self._time()))
+                self._schedule()
+            case Release(groups):
+                self._release(groups)
+            case Switch(version):
+                await self._switch(version)
+            case Peers():
+                """Where servers are is known here."""
+            case Commit(plan):
+                self._commit(plan)
+                return Ok()
+            case other:
+                return Refused(f"a rollout unit does not understand {type(other).__name__}")
+        return None
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Nothing is kept for a peer."""
+
+    async def background(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self._stop()
+        self._devices.broken.pop(self._slot, None)
+        self._devices.generating -= {self._slot}
+
+    def _time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _assign(self, assign: Assign) -> None:
+        began = self._time()
+        self._control.advance(assign.plan.epoch)
+        self._stop()
+        self._assigned = assign
+        layout, devices = assign.emu.layout, self._devices
+        self._engine = Engine(self._config.rollout.max_live, devices.truth.cache_tokens(layout))
+        self._engine.prefill_s = lambda tokens: devices.truth.prefill_s(layout, int(tokens))
+        self._engine.restart(began)
+        self._finished.clear()
+        devices.generating |= {self._slot}
+        if assign.emu.slots[0] == self._slot:
+            devices.broken |= dict.fromkeys(assign.emu.slots, self._stop)
+            self._collector = devices.collect
+        await asyncio.sleep(ENGINE_START_S)
+        await self._control.send(SUPERVISOR, Ready(assign.emu.id, self._time() - began))
+
+    def _stop(self) -> None:
+        """Generate nothing any more; what was running is lost."""
+        self._running.clear()
+        self._engine.restart(self._time())
+        for timer in (*self._scoring.values(), *([self._timer] if self._timer else [])):
+            timer.cancel()
+        self._scoring.clear()
+        self._timer = None
+
+    def _commit(self, plan: Plan) -> None:
+        """Go on; a new collector gets what is not trained yet."""
+        asyncio.get_running_loop().call_soon(self._hand_all_over)
+
+    def _hand_all_over(self) -> None:
+        collector = self._devices.collect
+        if collector is not None and collector != self._collector:
+            self._collector = collector
+            for group in tuple(self._finished.values()):
+                collector(group)
+
+    async def _switch(self, version: int) -> None:
+        """Take over the newest weights while decoding pauses."""
+        publications, assigned = self._devices.publications, self._assigned
+        if publications.tell is None or assigned is None:
+            return await self._control.send(SUPERVISOR, Fault(self._control.name, "no new weights", fatal=False))
+        began = self._time()
+        emu = assigned.emu
+        pull_s = self._devices.links.from_host_s(self._devices.weights_bytes / len(emu.slots))
+        self._ended(self._engine.advance(began))
+        self._engine.stall(pull_s)
+        self._schedule()
+        await asyncio.sleep(pull_s)
+        version = max(version, publications.visible)
+        live = self._engine.live
+        self._ended(self._engine.switch(version, self._speed(version), 0.0, self._time()))
+        self._schedule()
+        await self._control.send(SUPERVISOR, WeightsLive(version, checksum(version), pull_s, live))
+
+    def _speed(self, version: int) -> Speed:
+        assert self._assigned is not None
+        truth, emu = self._devices.truth, self._assigned.emu
+        slow = truth.noise.slowest(emu.slots, version) * truth.noise.jitter("decode", emu.slots[0], version)
+        cached_s = truth.cached_s(emu.layout, version) * slow
+        return Speed(lambda live: truth.decode_s(emu.layout, emu.slots, live, version) * slow, cached_s)
+
+    def _schedule(self) -> None:
+        """Wake when the next sequence ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        at = self._engine.next_end()
+        self._timer = asyncio.get_running_loop().call_at(at, self._wake) if at != float("inf") else None
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._ended(self._engine.advance(self._time()))
+        self._schedule()
+
+    def _ended(self, groups: list[Drawn]) -> None:
+        """Have finished groups scored."""
+        for group in groups:
+            score_s = self._devices.truth.noise.stream("reward", group.spec.group).lognormvariate(-0.5, 0.6)
+            handle = asyncio.get_running_loop().call_later(score_s, self._scored, group, score_s)
+            self._scoring[group.spec.group] = handle
+
+    def _scored(self, group: Drawn, score_s: float) -> None:
+        spec = group.spec
+        del self._scoring[spec.group]
+        rewards = self._devices.truth.noise.stream("rewards", spec.group)
+        longest = self._config.rollout.max_new_tokens
+        samples = tuple(
+            Sample(tokens, float(rewards.random() < 0.5), "stop" if tokens < longest else "length", first, last)
+            for tokens, first, last in zip(group.lengths, group.firsts, group.lasts, strict=True)
+        )
+        accepted = GroupAccepted(
+            spec.group,
+            spec.attempt,
+            spec.row,
+            self._control.name,
+            min(group.firsts),
+            max(group.lasts),
+            group.prompt_tokens,
+            samples,
+            self._time() - score_s - group.began,
+            score_s,
+        )
+        self._running.discard(spec.group)
+        self._finished[spec.group] = accepted
+        collector = self._devices.collect
+        if collector is not None:
+            self._hand_all_over()
+            collector(accepted)
+
+    def _release(self, groups: tuple[int, ...]) -> None:
+        for group in groups:
+            self._finished.pop(group, None)
+            if group in self._running:
+                self._running.discard(group)
+                if (timer := self._scoring.pop(group, None)) is not None:
+                    timer.cancel()
+                self._ended(self._engine.drop(group, self._time()))
+        self._schedule()
+
+
+def checksum(version: int) -> str:
+    """Return what stands for the contents of a version."""
+    return f"{version:016x}"
+
+
+class SimulatedRelay:
+    """The weight-sync relays of all nodes."""
+
+    def __init__(self, control: Endpoint, devices: Devices) -> None:
+        self._control = control
+        self._devices = devices
+        self._news: asyncio.Queue[VersionReady] = asyncio.Queue()
+        self._tensors: tuple[TensorSpec, ...] = ()
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        match delivery.message:
+            case Assign(emu, plan):
+                self._control.advance(plan.epoch)
+                await self._control.send(SUPERVISOR, Ready(emu.id))
+                return None
+            case Manifest(tensors):
+                self._tensors = tensors
+                self._devices.publications.reset()
+                self._devices.publications.tell = self._tell
+                return Ok()
+            case Commit():
+                self._devices.publications.reset()
+                return Ok()
+            case other:
+                return Refused(f"a relay does not understand {type(other).__name__}")
+
+    def _tell(self, version: int, seconds: float) -> None:
+        size = round(self._devices.weights_bytes)
+        self._news.put_nowait(VersionReady(version, checksum(version), len(self._tensors), size, seconds))
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Nothing is kept for a peer."""
+
+    async def background(self) -> None:
+        while True:
+            await self._control.send(SUPERVISOR, await self._news.get())
+
+    async def close(self) -> None:
+        if self._devices.publications.tell == self._tell:
+            self._devices.publications.relay_lost()
+
+
+class SimulatedReward:
+    """The reward service; how long scoring takes is part of each group's life."""
+
+    async def handle(self, delivery: Delivery) -> Message | None:
+        return Ok() if isinstance(delivery.message, Commit) else None
+
+    async def peer_gone(self, event: PeerGone) -> None:
+        """Nothing is kept for a peer."""
+
+    async def background(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Nothing to close."""

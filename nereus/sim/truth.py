@@ -1,0 +1,281 @@
+"""How long do things really take in the simulated world, and how much memory?
+
+The world's own account of a device, which the planner never sees: every product of every layer by its shape
+(``chips.py``), the batch as it was really packed, the pipeline with micro-batches of unequal length, whole decode steps
+by the number of live sequences and cached tokens. The planner has one efficiency per class and must learn from steps
+what this makes of them; it can be wrong. Drift changes classes of operations as the trace says, slots differ a little
+from each other, and some fall behind for a while.
+
+Invariants (tests/sim/test_truth.py): equal seeds give equal seconds; longer sequences and fewer slots never take less
+time; what drifts slows its class; utilization is that of real steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from nereus.control.efficiency import OperationClass
+from nereus.core.cluster import Cluster, Link
+from nereus.core.plan import Emu, Layout, SlotId
+from nereus.core.shape import ModelShape
+from nereus.sim.chips import Array, all_reduce_s, attention_s, chip_of, product_s
+from nereus.sim.noise import Noise
+from nereus.sim.trace import Trace
+from nereus.transition.reshard import TensorSpec
+
+IN_CONCERT = 0.80
+"""Ours: what operations reach inside a step of what they reach alone: power, memory traffic of neighbours, host."""
+
+OVERLAP = 0.4
+"""Ours: share of the gradient sum that hides behind the backward pass, where backward is long enough."""
+
+KERNELS = 14
+"""Of a layer and pass, besides the four products."""
+
+HOST_DECODE_S = 350e-6
+HOST_SEQUENCE_S = 1.2e-6
+"""Ours: scheduling and sampling of an engine's step, and for each sequence in it."""
+
+WORKSPACE_BYTES = 2.1e9
+"""Ours: context, libraries and communicators of a slot."""
+
+
+class Step(Struct, frozen=True):
+    """What one optimizer step took."""
+
+    seconds: float
+    operations: dict[str, float]
+    peak_bytes: int
+
+
+class Truth:
+    """Seconds and bytes of one model on one cluster."""
+
+    def __init__(self, shape: ModelShape, cluster: Cluster, noise: Noise, trace: Trace | None = None) -> None:
+        """Efficiencies drift as ``trace`` says."""
+        self.shape = shape
+        self.cluster = cluster
+        self.noise = noise
+        self._trace = trace
+        self._changes = sorted({one.at_step for one in trace.efficiency}) if trace else []
+        self._device = cluster.device
+        self._chip = chip_of(cluster.device)
+        self._node_of = {slot.id: slot.host for slot in cluster.slots()}
+        self._decode: dict[tuple[Layout, bool, int], Array] = {}
+
+    # Training
+
+    def step(
+        self, units: Sequence[Emu], lengths: Sequence[tuple[int, int]], step: int, budget: int, *, recompute: bool
+    ) -> Step:
+        """Return one update over samples of (prompt, response) tokens, packed into micro-batches of ``budget`` tokens.
+
+        All units train on equally many samples, give or take one; the slowest has the longest.
+        """
+        layout, dp = units[0].layout, len(units)
+        total = np.sort(np.array([prompt + response for prompt, response in lengths], float))[::-1][::dp]
+        tokens, square = _packed(total, budget)
+        parts = self._parts(layout, units[0], tokens, square, recompute=recompute)
+        drift = {name: self._drifted(name, step) for name in parts}
+        parts = {name: seconds / drift[name] for name, seconds in parts.items()}
+        stage = sum(parts.values(), np.zeros_like(tokens))
+        head = self._head_s(layout, tokens) / self._drifted(OperationClass.VOCABULARY, step)
+        last = stage + head if layout.pp == 1 else np.maximum(stage, stage * self._last_share(layout) + head)
+        piped = float(last.sum() + (layout.pp - 1) * last.max())
+        operations = {str(name): float(seconds.sum()) for name, seconds in parts.items() if seconds.any()}
+        operations[str(OperationClass.VOCABULARY)] = float(head.sum())
+        after = self._update(layout, units, float(last.max()), step)
+        operations |= {name: seconds for name, seconds in after.items() if seconds}
+        seconds = piped + sum(after.values())
+        slow = self.noise.slowest([slot for unit in units for slot in unit.slots], step) * self.noise.jitter(
+            "step", step
+        )
+        peak = self._peak(layout, tokens, recompute) * self.noise.fragments(step)
+        return Step(seconds * slow, {name: value * slow for name, value in operations.items()}, round(peak))
+
+    def _parts(
+        self, layout: Layout, unit: Emu, tokens: Array, square: Array, *, recompute: bool
+    ) -> dict[OperationClass, Array]:
+        """Return the seconds of each micro-batch on a pipeline rank by class: forward and backward."""
+        shape, tp = self.shape, layout.tp
+        layers = math.ceil(shape.layers / layout.pp)
+        forwards = 2.0 if recompute else 1.0
+        gemm = np.zeros_like(tokens)
+        for inner, outer in self._products(tp):
+            forward = product_s(self._chip, self._device, tokens, outer, inner)
+            backward = product_s(self._chip, self._device, tokens, inner, outer)
+            gemm = gemm + (forwards + 1.0) * forward + backward  # the weights' gradient has the forward product's size
+        heads = shape.heads / tp
+        core = attention_s(self._chip, self._device, tokens, square, heads, shape.head_dim) * (forwards + 2.4)
+        moved = tokens * 2.0 * (14.0 * shape.hidden + (6.0 * shape.intermediate + 4.0 * shape.hidden) / tp)
+        memory = (forwards + 2.0) * moved / (self._device.bytes_per_s * 0.75)
+        starting = (forwards + 2.0) * KERNELS * self._chip.start_s * np.ones_like(tokens)
+        link, name = self._link(unit.slots[:tp])
+        size = tokens * shape.hidden * 2.0
+        reduce = 2.0 * (forwards + 1.0) * all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, tp, size)
+        parts = {
+            OperationClass.GEMM: gemm / IN_CONCERT,
+            OperationClass.ATTENTION: core / IN_CONCERT,
+            OperationClass.MEMORY: memory,
+            OperationClass.LAUNCH: starting,
+            OperationClass(f"allreduce/{name}"): reduce,
+        }
+        parts = {kind: seconds * layers for kind, seconds in parts.items()}
+        if layout.pp > 1:
+            link, name = self._link(unit.slots[::tp][:2])
+            hops = 2.0 * (link.latency_s + self._chip.link_start_s + size / tp / (link.bytes_per_s * self._chip.link))
+            parts[OperationClass(f"p2p/{name}")] = hops
+        return parts
+
+    def _products(self, tp: int) -> tuple[tuple[float, float], ...]:
+        """Return (inner, outer) sizes of a layer's matrix products on one tensor rank."""
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        up = (1 + shape.gated) * shape.intermediate
+        return (
+            (shape.hidden, (queries + 2 * keys) / tp),
+            (queries / tp, shape.hidden),
+            (shape.hidden, up / tp),
+            (shape.intermediate / tp, shape.hidden),
+        )
+
+    def _head_s(self, layout: Layout, tokens: Array) -> Array:
+        """Return the projection onto the vocabulary and its loss, forward and backward."""
+        out = self.shape.vocab / layout.tp
+        product = product_s(self._chip, self._device, tokens, out, self.shape.hidden)
+        logits = tokens * out * 4.0 * 5.0 / (self._device.bytes_per_s * 0.75)
+        seconds: Array = 3.0 * product / IN_CONCERT + logits
+        return seconds
+
+    def _last_share(self, layout: Layout) -> float:
+        """Return the last pipeline rank's layers as a share of the first's."""
+        most = math.ceil(self.shape.layers / layout.pp)
+        return (
+            (self.shape.layers - most * (layout.pp - 1)) / most if most * (layout.pp - 1) < self.shape.layers else 0.0
+        )
+
+    def _update(self, layout: Layout, units: Sequence[Emu], last_s: float, step: int) -> dict[str, float]:
+        """Return the gradient sum over units, as far as it shows, and the optimizer."""
+        local = self._local_parameters(layout)
+        optimizer = local * 30.0 / (self._device.bytes_per_s * 0.8) / self._drifted(OperationClass.OPTIMIZER, step)
+        found = {str(OperationClass.OPTIMIZER): optimizer}
+        if len(units) > 1:
+            link, name = self._link([unit.slots[0] for unit in units])
+            size = np.array([local * 4.0])
+            whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
+            kind = OperationClass(f"gradients/{name}")
+            found[str(kind)] = max(whole - OVERLAP * last_s, whole * (1 - OVERLAP)) / self._drifted(kind, step)
+        return found
+
+    def _local_parameters(self, layout: Layout) -> float:
+        shape = self.shape
+        ends = shape.embedding_parameters * (2.0 if layout.pp == 1 and not shape.tied else 1.0)
+        return math.ceil(shape.layers / layout.pp) * shape.layer_parameters(layout.tp) + ends / layout.tp
+
+    def _peak(self, layout: Layout, tokens: Array, recompute: bool) -> float:
+        """Return the bytes of the fullest slot: state, activations of micro-batches in flight, logits, workspace."""
+        shape, tp = self.shape, layout.tp
+        layers = math.ceil(shape.layers / layout.pp)
+        values = 6.0 * shape.hidden + (3.2 * shape.intermediate + 4.0 * shape.hidden) / tp
+        kept = 1.0 * shape.hidden * layers + values if recompute else values * layers
+        in_flight = float(np.sort(tokens)[::-1][: layout.pp].sum())
+        logits = float(tokens.max()) * shape.vocab / tp * 12.0 / (1.0 if layout.pp == 1 else 2.0)
+        return self._local_parameters(layout) * 18.0 + in_flight * kept * 2.0 + logits + WORKSPACE_BYTES
+
+    def resident_bytes(self, layout: Layout) -> float:
+        """Return what a slot of a trainer unit holds between steps: masters, moments, weights, workspace."""
+        return self._local_parameters(layout) * 14.0 + WORKSPACE_BYTES
+
+    # Generation
+
+    def decode_s(self, layout: Layout, slots: Sequence[SlotId], live: int, step: int) -> float:
+        """Return the seconds of a decode step of ``live`` sequences, cached tokens left out."""
+        link, name = self._link(slots)
+        key = (layout, name == "in_node", bisect.bisect_right(self._changes, step))
+        if key not in self._decode:
+            self._decode[key] = self._decode_table(layout, link, step)
+        table = self._decode[key]
+        place = min(math.log2(max(1, live)) * 8.0, len(table) - 1.001)
+        low = int(place)
+        return float(table[low] + (place - low) * (table[low + 1] - table[low]))
+
+    def _decode_table(self, layout: Layout, link: Link, step: int) -> Array:
+        """Return the seconds of decode steps with 2 ** (index / 8) live sequences, up to 4,096."""
+        shape, live = self.shape, 2.0 ** (np.arange(97) / 8.0)
+        products = sum(
+            product_s(self._chip, self._device, live, outer, inner) for inner, outer in self._products(layout.tp)
+        )
+        head = product_s(self._chip, self._device, live, shape.vocab / layout.tp, shape.hidden)
+        reduce = 2.0 * all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, layout.tp, live * shape.hidden * 2.0)
+        weights = (products * shape.layers + head) / self._drifted(OperationClass.DECODE, step)
+        kernels = shape.layers * (self._chip.cache_start_s + KERNELS * self._chip.start_s / 4)
+        hops = (layout.pp - 1) * (link.latency_s + self._chip.link_start_s)
+        seconds: Array = weights + reduce * shape.layers + kernels + hops + HOST_DECODE_S + live * HOST_SEQUENCE_S
+        return seconds
+
+    def cached_s(self, layout: Layout, step: int) -> float:
+        """Return the seconds that each cached token adds to a decode step."""
+        per_token = self.shape.layers * self.shape.kv_values_per_token * 2.0 / layout.tp
+        return per_token / (self._device.bytes_per_s * self._chip.cache) / self._drifted(OperationClass.CACHE, step)
+
+    def prefill_s(self, layout: Layout, tokens: int) -> float:
+        """Return the seconds of computing a prompt."""
+        rows = np.array([float(max(1, tokens))])
+        products = sum(float(product_s(self._chip, self._device, rows, o, i)[0]) for i, o in self._products(layout.tp))
+        core = attention_s(self._chip, self._device, rows, rows**2, self.shape.heads / layout.tp, self.shape.head_dim)
+        return self.shape.layers * (products + float(core[0])) / IN_CONCERT + HOST_DECODE_S
+
+    def cache_tokens(self, layout: Layout) -> int:
+        """Return how many tokens' keys and values a generation unit has room for."""
+        weights = self.shape.parameters * 2.0 / layout.slots
+        free = self._device.memory_bytes * 0.92 - weights - WORKSPACE_BYTES
+        return max(1, int(free / (self.shape.layers * self.shape.kv_values_per_token * 2.0 / layout.slots)))
+
+    # Inside
+
+    def _drifted(self, name: str, step: int) -> float:
+        """Return the factor on what a class of operations reaches at ``step``."""
+        return self._trace.factor_at(step, name) if self._trace is not None and self._changes else 1.0
+
+    def _link(self, slots: Sequence[SlotId]) -> tuple[Link, str]:
+        near = len({self._node_of.get(slot, "") for slot in slots}) <= 1
+        return (self.cluster.in_node, "in_node") if near else (self.cluster.cross_node, "cross_node")
+
+
+def _packed(total: Array, budget: int) -> tuple[Array, Array]:
+    """Return the tokens and summed squares of micro-batches: samples, longest first, each where there is most room.
+
+    Every micro-batch holds at most ``budget`` tokens, except for a sample that is longer.
+    """
+    count = max(1, math.ceil(float(total.sum()) / budget))
+    while True:
+        tokens, square = np.zeros(count), np.zeros(count)
+        for first in range(0, len(total), count):
+            row = total[first : first + count]
+            if first // count % 2:  # there and back again evens the sums out
+                tokens[-len(row) :] += row[::-1]
+                square[-len(row) :] += row[::-1] ** 2
+            else:
+                tokens[: len(row)] += row
+                square[: len(row)] += row**2
+        if count >= len(total) or tokens.max() <= budget:
+            return tokens, square
+        count += 1
+
+
+@functools.lru_cache(maxsize=8)
+def tensors_of(shape: ModelShape) -> tuple[TensorSpec, ...]:
+    """Return the model's state as few tensors: one per layer, cut by tensor parallelism as the real ones are in sum."""
+    width = shape.hidden
+    rows = max(64, round(shape.layer_parameters() / width / 64) * 64)
+    layers = [TensorSpec(f"layers.{i}", (rows, width), "float32", split=0, layer=i) for i in range(shape.layers)]
+    ends = [TensorSpec("embedding", (shape.vocab, width), "float32", split=0, layer=-1)]
+    if not shape.tied:
+        ends.append(TensorSpec("head", (shape.vocab, width), "float32", split=0, layer=None))
+    return (*ends[:1], *layers, *ends[1:])
