@@ -194,6 +194,41 @@ def plan(
 
 
 @app.command
+def simulate(
+    *files: Path,
+    trace: str | None = None,
+    seed: int | None = None,
+    mtbf: float = 0.0,
+    run_dir: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    settings: Settings,
+) -> int:
+    """Run a job on simulated slots, on virtual time: the same decisions, at any size.
+
+    nereus simulate launchers/simulated/grpo_8b.toml --trace paper-growth
+
+    Parameters
+    ----------
+    files
+        Job files (TOML); later ones win. Dotted overrides may follow.
+    trace
+        What changes while it runs: the name of a trace that comes with Nereus, or a file.
+    seed
+        Of everything random in the simulated world (default: run.seed).
+    mtbf
+        Mean hours between failures of slots, at random; 0: only those of the trace.
+    run_dir
+        The run folder itself; by default a new one is made below run.dir.
+    json
+        Print one JSON object at the end.
+    """
+    _need_files(files)
+    from nereus.commands import simulate as command
+
+    return command.simulate(files, settings, trace=trace, seed=seed, mtbf_h=mtbf, run_dir=run_dir, as_json=json)
+
+
+@app.command
 def explain(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Tell what was decided in a run, and why.
 

@@ -148,6 +148,11 @@ class Simulation:
         self._step = 0
         self.restores = 0
 
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start, of virtual time."""
+        return self._loop.time()
+
     async def run(self) -> Outcome:
         """Run to the end; a run that has lost its state goes on from its newest checkpoint."""
         plan = self._first_plan()
