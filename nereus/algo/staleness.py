@@ -86,6 +86,8 @@ class Pacer:
         self._running: dict[int, _Running] = {}
         self._accepted: dict[int, _Accepted] = {}
         self._training: dict[int, dict[int, _Accepted]] = {}
+        self._from: Counter[int] = Counter()
+        """Running and accepted groups by the version that they count from."""
 
     # Looking
 
@@ -126,7 +128,7 @@ class Pacer:
         issued = []
         for _ in range(min(most, self.may_start(version))):
             group, attempt = heappop(self._waiting) if self._waiting else GroupAttempt(next(self._fresh), 0)
-            self._running[group] = _Running(attempt, owner, version)
+            self._run(group, _Running(attempt, owner, version))
             issued.append(GroupAttempt(group, attempt))
         return tuple(issued)
 
@@ -139,18 +141,18 @@ class Pacer:
         run = self._running.get(group)
         if run is None or run.attempt != attempt:
             return "obsolete"
-        del self._running[group]
+        self._stop(group)
         if version_first < run.version:
             heappush(self._waiting, GroupAttempt(group, attempt + 1))
             return "stale"
-        self._accepted[group] = _Accepted(attempt, version_first)
+        self._hold(group, _Accepted(attempt, version_first))
         return "accepted"
 
     def lost(self, owner: str) -> tuple[GroupAttempt, ...]:
         """Take back what ``owner`` was working on; return the attempts that will be issued in its place."""
         again = tuple(GroupAttempt(group, attempt + 1) for group, attempt in self.running_at(owner))
         for reissue in again:
-            del self._running[reissue.group]
+            self._stop(reissue.group)
             heappush(self._waiting, reissue)
         return again
 
@@ -163,7 +165,7 @@ class Pacer:
         run = self._running.get(group)
         if run is None or run.attempt != attempt:
             return None
-        del self._running[group]
+        self._stop(group)
         if not retry:
             self.cursor = self.cursor.advance([group])
             return None
@@ -180,7 +182,7 @@ class Pacer:
         batch = self._next_batch(version)
         if isinstance(batch, Waiting):
             return batch
-        chosen = self._training[version] = {group: self._accepted.pop(group) for group in sorted(batch)}
+        chosen = self._training[version] = {group: self._take(group) for group in sorted(batch)}
         self.version += 1
         return tuple(GroupAttempt(group, held.attempt) for group, held in chosen.items())
 
@@ -216,13 +218,14 @@ class Pacer:
         """Take back the batch of ``version``: its step came to nothing and will be chosen anew."""
         if version not in self._training or version + 1 != self.version:
             raise ValueError(f"version {version} is not being trained")
-        self._accepted |= self._training.pop(version)
+        for group, held in self._training.pop(version).items():
+            self._hold(group, held)
         self.version = version
 
     def reopen(self, group: int, owner: str) -> GroupAttempt:
         """Note that the collector has lost an accepted group, which ``owner`` still keeps: it runs until it is back."""
-        held = self._accepted.pop(group)
-        self._running[group] = _Running(held.attempt, owner, held.version)
+        held = self._take(group)
+        self._run(group, _Running(held.attempt, owner, held.version))
         return GroupAttempt(group, held.attempt)
 
     # The schedule
@@ -238,10 +241,34 @@ class Pacer:
 
     def _due(self, without: Iterable[int] = ()) -> Counter[int]:
         """Count the unfinished groups outside a batch by deadline."""
-        left_out = set(without)
-        due = Counter(self._deadline(run.version) for run in self._running.values())
-        due.update(self._deadline(held.version) for group, held in self._accepted.items() if group not in left_out)
+        counted = self._from - Counter(self._accepted[group].version for group in without)
+        due: Counter[int] = Counter()
+        for version, count in counted.items():
+            due[self._deadline(version)] += count
         return due
+
+    # The counts by version follow what runs and what is held
+
+    def _run(self, group: int, run: _Running) -> None:
+        self._running[group] = run
+        self._from[run.version] += 1
+
+    def _stop(self, group: int) -> None:
+        self._uncount(self._running.pop(group).version)
+
+    def _hold(self, group: int, held: _Accepted) -> None:
+        self._accepted[group] = held
+        self._from[held.version] += 1
+
+    def _take(self, group: int) -> _Accepted:
+        held = self._accepted.pop(group)
+        self._uncount(held.version)
+        return held
+
+    def _uncount(self, version: int) -> None:
+        self._from[version] -= 1
+        if not self._from[version]:
+            del self._from[version]
 
     def _waiting_for(self, groups: Iterable[int], why: str) -> Waiting:
         urgent = sorted(groups, key=lambda group: (self._running[group].version, group))

@@ -202,8 +202,7 @@ class Exchange:
             self._refuse(peer, incarnation, why, now)
             return
         try:
-            self._check_size(head, frames)
-            envelope = decode(head, frames, max_frames=self.settings.max_frames)
+            envelope = self._from_wire(head, frames)
             if incarnation and envelope.source != incarnation:
                 raise ProtocolError(f"claims incarnation {envelope.source!r}, the connection is of {incarnation!r}")
             self._take(peer, envelope, frames, now)
@@ -309,7 +308,7 @@ class Exchange:
         session.told(now)
 
     def _encode(self, session: Session, entry: Entry) -> bytes:
-        return encode(
+        return self._to_wire(
             Envelope(
                 PROTOCOL,
                 entry.kind,
@@ -337,14 +336,19 @@ class Exchange:
         envelope = Envelope(
             PROTOCOL, kind, self.incarnation, incarnation, 0, ack, consumed, self.epoch, 0, None, (), note
         )
-        self.outbox.append(Packet(peer, incarnation, encode(envelope)))
+        self.outbox.append(Packet(peer, incarnation, self._to_wire(envelope)))
+
+    def _to_wire(self, envelope: Envelope) -> bytes:
+        return encode(envelope)
 
     # Incoming
 
-    def _check_size(self, head: bytes | memoryview, frames: Frames) -> None:
+    def _from_wire(self, head: bytes | memoryview, frames: Frames) -> Envelope:
+        """Return the envelope; ``ProtocolError`` if it is none, or too large."""
         size = len(head) + sum(len(frame) for frame in frames)
         if size > self.settings.max_message_bytes:
             raise ProtocolError(f"{size} bytes; at most {self.settings.max_message_bytes} are allowed")
+        return decode(head, frames, max_frames=self.settings.max_frames)
 
     def _take(self, peer: str, envelope: Envelope, frames: Frames, now: float) -> None:
         session = self._sessions.get(peer)

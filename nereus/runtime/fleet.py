@@ -9,6 +9,7 @@ replacement starts from nothing.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -169,13 +170,9 @@ class Fleet:
 
     def missing(self, *, at_least: State) -> list[str]:
         """Return the names of the workers that the plan needs and that have not come as far as ``at_least``."""
-        order = list(State)
-        return [
-            worker.name
-            for worker in self
-            if (worker.emu is not None or worker.name == REWARD)
-            and (worker.state is State.GONE or order.index(worker.state) < order.index(at_least))
-        ]
+        early = {State.GONE, *itertools.takewhile(lambda state: state is not at_least, State)}
+        needed = (worker for worker in self if worker.state in early)
+        return [worker.name for worker in needed if worker.emu is not None or worker.name == REWARD]
 
     def unit_of(self, worker: Worker) -> list[Worker]:
         """Return the workers of the unit that ``worker`` is a slot of; the first one leads it."""

@@ -79,8 +79,15 @@ class Groups:
     def cursor(self) -> Cursor:
         return self._pacer.cursor
 
+    @property
+    def complete(self) -> bool:
+        """Whether there are groups enough for a batch; some may still have to wait for others (``choose``)."""
+        return self._pacer.accepted >= self._config.train.groups_per_step
+
     def grants(self) -> dict[str, Grant]:
         """Give the least busy live rollout units what the staleness bound allows, lost groups first."""
+        if not self._pacer.may_start(self._pacer.version):
+            return {}
         capacity = math.ceil(self._config.rollout.max_live / self._config.rollout.group_size) + 1
         granted: dict[str, list[GroupRef]] = {}
         able = [

@@ -588,7 +588,7 @@ class Supervisor:
             return
         if self._planning.restart:
             raise StateLost(self._planning.restart)
-        if self._planning.stuck or self._wish() is not None:
+        if self._planning.stuck or not self._groups.complete or self._wish() is not None:
             return
         refs = self._groups.choose(self._version)
         if isinstance(refs, Waiting):

@@ -62,6 +62,8 @@ class _Round(Struct):
     waiting: dict[SlotId, asyncio.Future[Step]] = msgspec.field(default_factory=dict)
     batch: Batch | None = None
     timer: asyncio.TimerHandle | None = None
+    lacks: bool = False
+    """Whether a member is lost."""
     over: bool = False
 
 
@@ -85,10 +87,11 @@ class Collectives:
             self._rounds = {key: one for key, one in self._rounds.items() if not one.over}
             members = frozenset(slot for unit in units for slot in unit.slots)
             now = self._rounds[epoch, step] = _Round(units, step, members)
+            now.lacks = not members <= self._held.keys()
         future: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
         now.waiting[slot] = future
         now.batch = batch or now.batch
-        if any(member not in self._held for member in now.members):
+        if now.lacks:
             self._later(now, NOTICE_S, lambda: self._fail(now, "a peer is lost"))
         elif len(now.waiting) == len(now.members):
             self._begin(now)
@@ -106,6 +109,7 @@ class Collectives:
         self._hung.discard(slot)
         for one in self._rounds.values():
             if slot in one.members and not one.over:
+                one.lacks = True
                 one.waiting.pop(slot, None)
                 self._later(one, NOTICE_S, lambda one=one: self._fail(one, f"slot {slot} is lost"))  # type: ignore[misc]
 

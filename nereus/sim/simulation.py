@@ -196,7 +196,7 @@ class Simulation:
             minibatches=config.train.minibatches,
             group_timeout_s=config.cluster.group_timeout_s,
         )
-        bus = MemoryBus(SETTINGS)
+        bus = MemoryBus(SETTINGS, unpacked=True)
 
         def build(worker: str, control: Endpoint, service: Endpoint, wiring: Wiring) -> Actor:
             if worker == RELAY:

@@ -57,7 +57,7 @@ from nereus.bus.messages import (
     WeightsLive,
 )
 from nereus.config import JobConfig
-from nereus.core.plan import POLICY_TRAINING, ModelStage, Plan, SlotId, Stage
+from nereus.core.plan import POLICY_TRAINING, Emu, ModelStage, Plan, SlotId, Stage
 from nereus.errors import OutOfMemory, ProtocolError, TransitionError
 from nereus.sim.devices import Batch, Devices, Held
 from nereus.sim.engine import Drawn, Engine, Speed
@@ -103,6 +103,8 @@ class Trainer:
         self._control = control
         self._devices = devices
         self._plan: Plan | None = None
+        self._units: tuple[Emu, ...] = ()
+        self._writers: frozenset[SlotId] = frozenset()
         self._apart = False
         """Whether this slot has left its process groups, because a peer is lost or has not come."""
         self._groups: dict[GroupRef, GroupAccepted] = {}
@@ -125,8 +127,7 @@ class Trainer:
             case Recall(step):
                 return self._recall(step)
             case Save(step, _):
-                emu = next(emu for emu in self._now.of(POLICY_TRAINING) if self._slot in emu.slots)
-                await self._control.send(SUPERVISOR, Saved(step, emu.id, b"{}"))
+                await self._control.send(SUPERVISOR, Saved(step, self._emu.id, b"{}"))
             case Lend() as lend:
                 size = round(sum(elements(move.piece) for move in lend.moves) * STATE_BYTES)
                 return Lent(f"slot-{self._slot}", Receipt(size, (), {"step": self._held.step}))
@@ -176,8 +177,10 @@ class Trainer:
 
     def _follow(self, plan: Plan) -> None:
         """Take the place that ``plan`` gives this slot; the lead slot is where finished groups come."""
-        self._plan = plan
-        if plan.of(POLICY_TRAINING)[0].slots[0] == self._slot:
+        self._plan, self._units = plan, plan.of(POLICY_TRAINING)
+        self._emu = next(emu for emu in self._units if self._slot in emu.slots)
+        self._writers = frozenset(slot for emu in self._units for slot in emu.slots)
+        if self._units[0].slots[0] == self._slot:
             self._devices.collect = self._collect
         elif self._devices.collect == self._collect:
             self._devices.collect = None
@@ -191,7 +194,7 @@ class Trainer:
         held = self._held
         held.committed = Replica.of(assign.emu)
         held.replicas, held.step = {held.committed}, assign.version
-        lead = assign.plan.of(POLICY_TRAINING)[0].slots[0] == self._slot
+        lead = self._units[0].slots[0] == self._slot
         tensors = tensors_of(self._devices.truth.shape) if lead else ()
         seconds = asyncio.get_running_loop().time() - began
         await self._control.send(SUPERVISOR, Ready(assign.emu.id, seconds, tensors))
@@ -199,8 +202,7 @@ class Trainer:
     async def _train(self, train: Train) -> None:
         if self._apart:
             return  # the supervisor has not heard of it yet
-        plan = self._now
-        units = plan.of(POLICY_TRAINING)
+        plan, units = self._now, self._units
         lead = units[0].slots[0] == self._slot
         batch = self._batch(train) if lead else None
         try:
@@ -223,8 +225,7 @@ class Trainer:
                 peak_bytes=took.peak_bytes,
                 operations=took.operations,
             )
-        emu = next(emu for emu in units if self._slot in emu.slots)
-        await self._control.send(SUPERVISOR, StepDone(report, emu.id))
+        await self._control.send(SUPERVISOR, StepDone(report, self._emu.id))
         self._push(train.version + 1)
 
     def _batch(self, train: Train) -> Batch:
@@ -246,8 +247,7 @@ class Trainer:
         }
 
     def _push(self, version: int) -> asyncio.Future[bool]:
-        writers = frozenset(slot for emu in self._now.of(POLICY_TRAINING) for slot in emu.slots)
-        return self._devices.publications.push(version, self._slot, writers)
+        return self._devices.publications.push(version, self._slot, self._writers)
 
     def _recall(self, step: int) -> Message:
         held = self._held
@@ -282,16 +282,17 @@ class Trainer:
 
     async def _commit(self, plan: Plan) -> Message:
         """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is."""
-        before, units = self._plan, plan.of(POLICY_TRAINING)
+        before = self._units
         self._follow(plan)
-        if before is not None and before.of(POLICY_TRAINING) == units and not self._apart:
+        units = self._units
+        if before == units and not self._apart:
             return Ok()
         self._apart = True
         await asyncio.sleep(_communicators_s(plan))
         if lost := [slot for unit in units for slot in unit.slots if slot not in self._devices.held]:
             return Refused(f"slots {lost} have not come")
         held = self._held
-        replica = Replica.of(next(emu for emu in units if self._slot in emu.slots))
+        replica = Replica.of(self._emu)
         if replica not in held.replicas:
             raise ProtocolError(f"slot {self._slot} holds nothing of {replica}")
         held.committed, held.replicas, held.received_bytes = replica, {replica}, 0.0
