@@ -11,6 +11,7 @@ told to take; a unit whose slot is lost generates nothing before it is assigned 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -422,7 +423,8 @@ class Rollout:
         truth, emu = self._devices.truth, self._assigned.emu
         slow = truth.noise.slowest(emu.slots, version) * truth.noise.jitter("decode", emu.slots[0], version)
         cached_s = truth.cached_s(emu.layout, version) * slow
-        return Speed(lambda live: truth.decode_s(emu.layout, emu.slots, live, version) * slow, cached_s)
+        step_s = functools.cache(lambda live: truth.decode_s(emu.layout, emu.slots, live, version) * slow)
+        return Speed(step_s, cached_s)
 
     def _schedule(self) -> None:
         """Wake when the next sequence ends."""
