@@ -14,7 +14,7 @@ LIVE := (live or slow or chaos) and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
          nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
-.PHONY: run test fast live lint format bench clean
+.PHONY: run test fast live lint format bench storms clean
 .DEFAULT_GOAL := run
 
 run: $(VENV)/.train
@@ -41,6 +41,9 @@ format: $(VENV)/.test
 # One after the other: they measure, so they must not share the cores.
 bench: $(VENV)/.test
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+storms: $(VENV)/.test
+	$(BIN)/python benchmarks/simulation/storms.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
