@@ -232,6 +232,9 @@ class BusConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A process that is silent for this long counts as lost."""
     start_timeout_s: PositiveFloat = 180.0
     """A process that is not ready after this long counts as lost."""
+    orphan_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 60.0
+    """A process whose supervisor is lost waits for another one this long (``nereus run --resume``), then leaves; 0: at
+    once."""
     window: Positive = 64
     """Unacknowledged messages to one peer."""
     max_message_bytes: Positive = 256 * 1024 * 1024

@@ -37,7 +37,7 @@ class Actor(Protocol):
 async def host(actor: Actor, control: Endpoint, services: Sequence[Endpoint] = ()) -> int:
     """Serve ``actor`` until a ``Shutdown`` (returns 0) or a failure (returns 1).
 
-    The supervisor's loss is a failure: a worker does not outlive the authority that its work is for.
+    The loss of ``control`` is a failure; a process entry passes one that outlives its supervisor (``tether.py``).
     """
     leave = asyncio.Event()
 

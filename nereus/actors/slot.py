@@ -61,6 +61,11 @@ class SlotActor:
         self._failed: asyncio.Queue[BaseException] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
 
+    @property
+    def stage(self) -> str:
+        """The model-stage of the present unit; empty if there is none."""
+        return str(self._model_stage) if self._model_stage else ""
+
     async def handle(self, delivery: Delivery) -> Message | None:
         match delivery.message:
             case Assign(emu, source=source) if emu.model_stage != self._model_stage:

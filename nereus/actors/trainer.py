@@ -209,8 +209,8 @@ class TrainerActor:
                 await self._train(train)
             case Publish(version):
                 return await self._publish_again(version)
-            case Stand():
-                return await self._run(self._backend.standing)
+            case Stand(describe):
+                return await self._stand(describe)
             case Recall(step):
                 return await self._recall(step)
             case Save() as save:
@@ -227,6 +227,7 @@ class TrainerActor:
                 self._loans.give_back(primitive)
                 return Ok()
             case Abandon():
+                self._loans.close()
                 await self._run(self._backend.abandon)
             case Commit() as commit:
                 return await self._commit(commit)
@@ -328,7 +329,15 @@ class TrainerActor:
         self._apart = False
         return Ok()
 
+    async def _stand(self, describe: bool) -> Message:
+        standing = await self._run(self._backend.standing)
+        if not describe:
+            return standing
+        return msgspec.structs.replace(standing, tensors=tuple(self._backend.tensors), tied=self._backend.tied)
+
     async def _recall(self, step: int) -> Message:
+        """Stand before ``step``. A plan follows whose process groups are new for all, also where none has failed."""
+        self._apart = True
         try:
             await self._run(lambda: self._backend.recall(step))
         except ValueError as error:

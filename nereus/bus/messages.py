@@ -53,6 +53,12 @@ class Hello(_Message, frozen=True, tag=True):
     pid: Count
     service: Annotated[str, Meta(max_length=256)] = ""
     """Address on which this worker's own server endpoint listens (``tcp://127.0.0.1:port``); empty if it has none."""
+    orphan: bool = False
+    """Whether it has lived under an earlier supervisor of the run, and lost it."""
+    epoch: Count = 0
+    """The plan epoch that it has come to there."""
+    stage: Annotated[str, Meta(max_length=256)] = ""
+    """The model-stage of the unit that a slot hosts now; empty if it hosts none."""
 
 
 class Welcome(_Message, frozen=True, tag=True):
@@ -322,6 +328,9 @@ class StepFailed(_Message, frozen=True, tag=True):
 class Stand(_Message, frozen=True, tag=True):
     """Supervisor -> trainer slot, after a loss: how far have you come? The answer is ``Standing``."""
 
+    describe: bool = False
+    """Also say which tensors the model consists of, to a supervisor that has never heard of them."""
+
 
 class Standing(_Message, frozen=True, tag=True):
     """Reply: the state of this slot between steps, or in one that failed."""
@@ -334,6 +343,9 @@ class Standing(_Message, frozen=True, tag=True):
     """Some updates of that step are applied and cannot be taken back."""
     replicas: tuple[Replica, ...]
     """What it holds a share of."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """As in ``Ready``; only when asked for, like ``tied``."""
+    tied: dict[str, str] = {}
 
 
 class Recall(_Message, frozen=True, tag=True):

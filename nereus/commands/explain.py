@@ -9,7 +9,7 @@ told once, in order; the steps that are counted add up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -102,10 +102,11 @@ class _Steps:
         self.first, self.groups = -1, 0
 
 
-def _tell(entries: Iterable[Entry], changes: Iterable[Change]) -> Iterator[Told]:
+def _tell(entries: Sequence[Entry], changes: Iterable[Change]) -> Iterator[Told]:
     steps = _Steps()
     reissued = dict[str, list[int]]()
-    story = _Story(changes)
+    readopted = {entry.record.attempt for entry in entries if isinstance(entry.record, record.Readopted)}
+    story = _Story(changes, readopted)
     last = 0.0
     for entry in entries:
         one, t = entry.record, entry.t
@@ -131,8 +132,10 @@ def _tell(entries: Iterable[Entry], changes: Iterable[Change]) -> Iterator[Told]
 class _Story:
     """The words for one record after another; remembers what they refer to."""
 
-    def __init__(self, changes: Iterable[Change]) -> None:
+    def __init__(self, changes: Iterable[Change], readopted: Collection[int]) -> None:
         self.changes = {(change.attempt, change.after.epoch): change for change in changes if change.ok}
+        self.readopted = readopted
+        """Attempts that went on from live workers."""
         self.attempt = 0
         self.plan: Plan | None = None
         self.decided = False
@@ -149,6 +152,10 @@ class _Story:
         match one:
             case record.RunStarted():
                 return self._started(one)
+            case record.Readopted():
+                return self._readopted(one)
+            case record.StepBegun():
+                return ""  # its end tells it
             case record.PlanCommitted(plan=plan, why=why):
                 self.plans += 1
                 self.plan = plan
@@ -221,6 +228,8 @@ class _Story:
         self.lost, self.joined = {}, set()
         unsaved = self._unsaved()
         self.saving = set()
+        if one.attempt in self.readopted:
+            return f"{died}Attempt {one.attempt} took the run over before step {one.step}.{unsaved}"
         if one.step == 0:
             again = "" if one.attempt == 1 else " from the beginning"
             return f"{died}Attempt {one.attempt} of {one.run} began{again} (seed {one.seed})."
@@ -228,6 +237,13 @@ class _Story:
             f"{died}Attempt {one.attempt} went on from the checkpoint of step {one.step} (version {one.version}, "
             f"{one.cursor} groups); what was trained after it is void and is trained again.{unsaved}"
         )
+
+    def _readopted(self, one: record.Readopted) -> str:
+        says = f"It went on with the workers of the attempt before ({', '.join(one.workers)}), from what they hold, "
+        says += f"under plan epoch {one.epoch}; nothing that was trained is void."
+        if one.completed:
+            says += f" The trainers had made step {one.step - 1} when their supervisor died; it counts."
+        return says + (f" Lost with the supervisor: {', '.join(one.lost)}." if one.lost else "")
 
     def _lost(self, one: record.WorkerGone) -> str:
         if one.worker in self.lost:

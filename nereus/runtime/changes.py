@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from nereus.actors.names import RELAY, REWARD, slot_worker
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Abandon, Commit
-from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, POLICY_WEIGHTS, Emu, Plan
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, POLICY_WEIGHTS, Emu, Plan, PlanEpoch
 from nereus.errors import NereusError, PeerLost, TransitionError
 from nereus.runtime import journal as record
 from nereus.runtime.fleet import Fleet, State, Worker
@@ -80,6 +80,7 @@ class PlanChanges:
         journal: Journal,
         observer: Observer,
         timeout_s: float,
+        tried: PlanEpoch,
     ) -> None:
         self.plan = plan
         self._timeout_s = timeout_s
@@ -90,7 +91,7 @@ class PlanChanges:
         self._launcher = launcher
         self._journal = journal
         self._observer = observer
-        self._epoch = plan.epoch
+        self._epoch = max(plan.epoch, tried)
         """The newest that was tried."""
         self._running: _Running | None = None
 

@@ -52,7 +52,9 @@ def launch(
         for change in changes(stored, job) if stored.exists() else ():
             complain(f"changed since the last attempt: {change}")
         stored.write_text(to_toml(job), encoding="utf-8")
-        return run(supervise(job.config, folder, resume=checkpoint, local_workers=local_workers))
+        # Who names a step wants that state, not what came of it since.
+        readopt = resume is not None and not resume.isdigit()
+        return run(supervise(job.config, folder, resume=checkpoint, local_workers=local_workers, readopt=readopt))
     finally:
         folder.close()
 

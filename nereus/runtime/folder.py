@@ -2,8 +2,8 @@
 
 Owner: the supervisor, which holds the folder's lock for as long as it lives (``RunFolder``). Workers and readers see
 the same paths without the lock (``RunPaths``). Invariants (tests/runtime/test_folder.py): two processes never hold one
-folder; ``STATUS`` is always a whole JSON object; an attempt number is never reused; ``keys`` is readable by its owner
-only.
+folder; one that was stopped and has lost it is told so; ``STATUS`` is always a whole JSON object; an attempt number is
+never reused; ``keys`` is readable by its owner only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from nereus.errors import ConfigError
+from nereus.errors import ConfigError, NereusError
 
 State = Literal["starting", "running", "draining", "finished", "stopped", "failed"]
 """``finished``: all steps done; ``stopped``: drained early, can be resumed; ``failed``: ended by an error."""
@@ -39,6 +39,17 @@ class Status(Struct, frozen=True):
     reason: str = ""
     updated: float = 0.0
     """Unix time of the last change."""
+
+
+class Listening(Struct, frozen=True):
+    """Where the supervisor of a run listens."""
+
+    address: str
+    attempt: int
+
+
+class Superseded(NereusError):
+    """Another supervisor has taken the run folder over: this one has no say any more."""
 
 
 class RunPaths:
@@ -87,6 +98,11 @@ class RunPaths:
     def address(self) -> Path:
         """Where the supervisor listens, while the run is going on."""
         return self.path / "supervisor.json"
+
+    @property
+    def forkserver(self) -> Path:
+        """The socket of the process that starts this host's workers."""
+        return self.path / "forkserver.sock"
 
     @property
     def tensorboard(self) -> Path:
@@ -156,12 +172,32 @@ class RunFolder(RunPaths):
             )
         return cls(path, _acquire(path))
 
+    @property
+    def owned(self) -> bool:
+        """Whether nobody has taken the folder over while this process stood still."""
+        return _is_current(self.path, self._lock)
+
+    def require_owned(self) -> None:
+        """Raise ``Superseded`` if somebody has taken the folder over."""
+        if not self.owned:
+            raise Superseded(
+                f"{self.path}: another supervisor ({_holder(self.path)}) has taken the run over while this one was "
+                "stopped; this one leaves, the run is left as it is"
+            )
+
+    def announce(self, address: str) -> None:
+        """Say where this supervisor listens; who reads it sees the old or the new, never a part."""
+        _replace(self.address, msgspec.json.encode(Listening(address, self.attempt)))
+
+    def withdraw(self) -> None:
+        """Say that nobody listens any more, unless another has taken over."""
+        if self.owned:
+            self.address.unlink(missing_ok=True)
+
     def write_status(self, state: State, *, step: int = 0, version: int = 0, reason: str = "") -> None:
         """Replace ``STATUS`` atomically: a reader sees the old or the new object, never a part."""
         status = Status(state, step, version, os.getpid(), reason, time.time())
-        staged = self.path / ".STATUS.tmp"
-        staged.write_bytes(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
-        staged.replace(self.path / "STATUS")
+        _replace(self.path / "STATUS", msgspec.json.format(msgspec.json.encode(status)) + b"\n")
 
     def close(self) -> None:
         """Give the folder free; safe to call twice."""
@@ -202,25 +238,84 @@ def _make(folder: Path) -> None:
         ) from None
 
 
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file in one go."""
+    staged = path.with_name(f".{path.name}.tmp")
+    staged.write_bytes(data)
+    staged.replace(path)
+
+
 def _acquire(path: Path) -> int:
     """Lock ``path`` for this process and return the descriptor that holds the lock.
 
     The kernel drops the lock when the process ends in any way, so a crash leaves nothing to clean up. The file's text
-    only serves to name the holder.
+    names the holder. One that is *stopped* (SIGSTOP) loses the folder to who asks: the lock file is replaced, by which
+    it sees when it wakes up that it has no say any more (``require_owned``).
     """
-    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    while True:
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            if (taken := _take_from_stopped(path)) >= 0:
+                return taken
+            raise ConfigError(
+                f"is in use by the process {_holder(path)}",
+                where=str(path),
+                remedy="stop that run first, or start another one",
+            ) from None
+        if _is_current(path, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+            return descriptor
+        os.close(descriptor)  # it was replaced meanwhile
+
+
+def _take_from_stopped(path: Path) -> int:
+    """Replace the lock of a holder that is stopped by one of this process, and return it; -1 if it is not stopped.
+
+    Files that the old holder has open are replaced too, by copies: what it may still be writing goes nowhere.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # of two that would take it over, one comes first
+        if not _is_stopped(path):
+            return -1
+        staged = path / ".lock.tmp"
+        descriptor = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise ConfigError(
-            f"is in use by the process with pid {holder}",
-            where=str(path),
-            remedy="stop that run first, or start another one",
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
-    return descriptor
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        staged.replace(path / "lock")
+        for file in (path / "journal.jsonl", path / "metrics.jsonl"):
+            if file.exists():
+                _replace(file, file.read_bytes())
+        return descriptor
+    finally:
+        os.close(folder)
+
+
+def _is_stopped(path: Path) -> bool:
+    """Tell whether the holder of the lock is a process of this host that is stopped."""
+    try:
+        stat = Path(f"/proc/{int((path / 'lock').read_text())}/stat").read_text()
+    except (OSError, ValueError):
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _holder(path: Path) -> str:
+    try:
+        return f"with pid {int((path / 'lock').read_text())}"
+    except (OSError, ValueError):
+        return "with an unknown pid"
+
+
+def _is_current(path: Path, descriptor: int) -> bool:
+    """Tell whether ``descriptor`` is of the lock file that stands there now."""
+    try:
+        return descriptor >= 0 and os.path.samestat(os.fstat(descriptor), (path / "lock").stat())
+    except FileNotFoundError:
+        return False

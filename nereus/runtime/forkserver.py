@@ -1,12 +1,16 @@
 """How do the processes of a run start at once, although importing what they compute with takes seconds?
 
-Owner: ``processes.LocalProcesses``, which starts one server: ``python -m nereus.runtime.forkserver MODULE...``. It
-imports those modules once and then forks a child for every ``Start`` it reads; the child runs a module as ``python -m``
-would. Orders come as JSON lines on standard input, events go back the same way. The server has one thread and uses
-nothing of what it imports, so that a fork copies no lock that is held.
+Owner: ``processes.LocalProcesses``, which starts one server: ``python -m nereus.runtime.forkserver HANDLE SOCKET
+ORPHAN_S MODULE...``. It imports those modules once and then forks a child for every ``Start`` it reads; the child
+runs a module as ``python -m`` would. Orders come as JSON lines over a connection to a Unix socket, reports go back the
+same way. The server has one thread and uses nothing of what it imports, so that a fork copies no lock that is held.
 
-Invariants (tests/runtime/test_processes.py): each child's end is told once; no child outlives the server, and the
-server does not outlive the process that started it.
+Whoever connects last is served: a supervisor that takes a run over thereby takes the children over, and the one before
+is cut off. Without anybody the server waits, ``ORPHAN_S`` and a little more, as its children do by themselves; then it
+kills those that are left.
+
+Invariants (tests/runtime/test_processes.py): each child's end is told once to who is connected; no child outlives the
+server; the server outlives its supervisor by a bounded time, and by none once its folder or its children are gone.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ import os
 import runpy
 import selectors
 import signal
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -30,6 +37,10 @@ from nereus.lifeline import die_with_parent
 
 _CHUNK_BYTES = 65536
 _MAX_LINE_BYTES = 4096
+_LOOK_S = 0.5
+"""How often a server without a supervisor looks whether it has still something to wait for."""
+_LEAVE_S = 15.0
+"""How much longer than its children a server without a supervisor waits."""
 
 
 class Start(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -69,20 +80,29 @@ class Ended(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     code: int
 
 
+class Serving(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first report on a connection is complete: before it came all children that run and what they announced."""
+
+    pid: int
+
+
 Order = Start | Kill
-Report = Started | Said | Ended
+Report = Started | Said | Ended | Serving
 
 
 class _Lines:
-    """Cuts what is read from a pipe into lines."""
+    """Cuts what is read from a pipe or a connection into lines."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self._rest = b""
 
     def read(self) -> list[bytes] | None:
-        """Return the lines that are whole by now; None at the end of the pipe."""
-        chunk = os.read(self.handle, _CHUNK_BYTES)
+        """Return the lines that are whole by now; None at the end."""
+        try:
+            chunk = os.read(self.handle, _CHUNK_BYTES)
+        except ConnectionError:
+            return None
         if not chunk:
             return None
         *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -90,39 +110,79 @@ class _Lines:
 
 
 class _Server:
-    """The children and the pipes of one fork server."""
+    """The children of one fork server, and who is served."""
 
-    def __init__(self, orders: int, reports: int) -> None:
-        self._orders = _Lines(orders)
-        self._reports = reports
+    def __init__(self, listener: socket.socket, place: Path, orphan_s: float) -> None:
+        self._listener = listener
+        self._place = place
+        self._orphan_s = orphan_s
+        self._orders: _Lines | None = None
+        self._alone_since = time.monotonic() + _LEAVE_S  # who has started it connects by then
+        self._served = False
         self._decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(orders, selectors.EVENT_READ, self._obey)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._children: dict[str, int] = {}
+        self._services: dict[str, list[str]] = {}
+        """What children that announce themselves have said."""
 
     def serve(self) -> Start | None:
         """Serve until there is nobody to serve (None); in a new child, return what it is to run."""
-        while True:
-            for key, _ in self._selector.select():
-                act: Callable[[], Start | bool] = key.data
-                come_of_it = act()
-                if come_of_it is False:
-                    return None
-                if isinstance(come_of_it, Start):
-                    return come_of_it
+        while self._orders is not None or self._waits():
+            for key, _ in self._selector.select(_LOOK_S if self._orders is None else None):
+                if key.fileobj not in self._selector.get_map():
+                    continue  # it was closed by what came before
+                act: Callable[[], Start | None] = key.data
+                start = act()
+                if start is not None:
+                    return start
+        return None
 
     def close(self) -> None:
         """Kill the children that are left."""
         for pid in self._children.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._listener.close()
+
+    def _waits(self) -> bool:
+        """Tell whether a server without a supervisor has children left that wait for another one."""
+        alone_s = time.monotonic() - self._alone_since
+        if alone_s > self._orphan_s + (_LEAVE_S if self._orphan_s else 0.0):
+            return False
+        return self._place.exists() and (not self._served or bool(self._children.keys() - self._services.keys()))
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._part()
+        self._served = True
+        self._orders = _Lines(connection.detach())
+        self._selector.register(self._orders.handle, selectors.EVENT_READ, self._obey)
+        for name, pid in self._children.items():
+            self._tell(Started(name, pid))
+        for name, lines in self._services.items():
+            for line in lines:
+                self._tell(Said(name, line))
+        self._tell(Serving(os.getpid()))
+
+    def _part(self) -> None:
+        """Serve nobody for now."""
+        if self._orders is not None:
+            self._selector.unregister(self._orders.handle)
+            os.close(self._orders.handle)
+            self._orders, self._alone_since = None, time.monotonic()
 
     def _tell(self, report: Report) -> None:
-        os.write(self._reports, msgspec.json.encode(report) + b"\n")
+        if self._orders is not None:
+            with contextlib.suppress(OSError):  # nobody hears it any more: the end of the orders follows
+                os.write(self._orders.handle, msgspec.json.encode(report) + b"\n")
 
-    def _obey(self) -> Start | bool:
-        """Carry out what has been ordered; False when there will be no more orders, in a new child its order."""
+    def _obey(self) -> Start | None:
+        """Carry out what has been ordered; in a new child, return its order."""
+        assert self._orders is not None, "what is not served any more is not listened to"
         lines = self._orders.read()
+        if lines is None:
+            self._part()
         for line in lines or ():
             match self._decoder.decode(line):
                 case Start() as start:
@@ -131,7 +191,7 @@ class _Server:
                 case Kill(name, number):
                     if name in self._children:
                         os.kill(self._children[name], number)  # not yet reaped, so the number is still its own
-        return lines is not None
+        return None
 
     def _fork(self, start: Start) -> bool:
         """Fork a child; return whether this is the child."""
@@ -145,6 +205,8 @@ class _Server:
             self._leave(start, pipe)
             return True
         self._children[start.name] = pid
+        if start.announces:
+            self._services[start.name] = []
         watch = os.pidfd_open(pid)
         self._selector.register(watch, selectors.EVENT_READ, lambda: self._reap(start.name, pid, watch))
         self._tell(Started(start.name, pid))
@@ -159,29 +221,31 @@ class _Server:
         os.setsid()
         mine = [key.fd for key in self._selector.get_map().values()]
         self._selector.close()
+        self._listener.detach()
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for handle, standard in ((nothing, 0), (pipe[1] if pipe else log, 1), (log, 2)):
             os.dup2(handle, standard)
-        for handle in {*mine, self._reports, log, nothing, *(pipe or ())} - {0, 1, 2}:
+        for handle in {*mine, log, nothing, *(pipe or ())} - {0, 1, 2}:
             os.close(handle)
 
-    def _pass_on(self, name: str, lines: _Lines) -> bool:
+    def _pass_on(self, name: str, lines: _Lines) -> None:
         said = lines.read()
         for line in said or ():
-            self._tell(Said(name, line[:_MAX_LINE_BYTES].decode("utf-8", "replace")))
+            text = line[:_MAX_LINE_BYTES].decode("utf-8", "replace")
+            self._services.get(name, []).append(text)
+            self._tell(Said(name, text))
         if said is None:
             self._selector.unregister(lines.handle)
             os.close(lines.handle)
-        return True
 
-    def _reap(self, name: str, pid: int, watch: int) -> bool:
+    def _reap(self, name: str, pid: int, watch: int) -> None:
         self._selector.unregister(watch)
         os.close(watch)
         _, status = os.waitpid(pid, 0)
         del self._children[name]
+        self._services.pop(name, None)
         self._tell(Ended(name, pid, os.waitstatus_to_exitcode(status)))
-        return True
 
 
 def _preload(modules: list[str]) -> None:
@@ -197,12 +261,10 @@ def _preload(modules: list[str]) -> None:
 
 def main() -> NoReturn:
     """Entry of ``python -m nereus.runtime.forkserver``."""
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reports = os.dup(1)
-    os.dup2(2, 1)  # what an import prints must not end up among the reports
-    _preload(sys.argv[1:])
-    server = _Server(0, reports)
+    handle, place, orphan_s, *modules = sys.argv[1:]
+    _preload(modules)
+    server = _Server(socket.socket(fileno=int(handle)), Path(place), float(orphan_s))
     start = server.serve()
     if start is None:
         server.close()

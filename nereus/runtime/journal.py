@@ -44,6 +44,21 @@ class RunStarted(_Record, frozen=True, tag="run_started", kw_only=True):
     cursor: int = 0
 
 
+class Readopted(_Record, frozen=True, tag="readopted", kw_only=True):
+    """This attempt goes on from live workers, not from a checkpoint: none of what was trained is void.
+
+    ``workers`` have outlived the supervisor of the attempt before, ``lost`` have not; the trainers stand before
+    ``step`` under the plan of ``epoch``. ``completed``: the last step was told by the trainers, not by the journal.
+    """
+
+    attempt: int
+    epoch: int
+    step: int
+    workers: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    completed: bool = False
+
+
 class WorkerJoined(_Record, frozen=True, tag="worker_joined", kw_only=True):
     worker: str
     incarnation: str
@@ -144,6 +159,14 @@ class Dropped(_Record, frozen=True, tag="dropped", kw_only=True):
     reason: str
 
 
+class StepBegun(_Record, frozen=True, tag="step_begun", kw_only=True):
+    """The trainers are told to make ``step`` from these groups."""
+
+    step: int
+    version: int
+    groups: tuple[GroupRef, ...]
+
+
 class Trained(_Record, frozen=True, tag="trained", kw_only=True):
     """Optimizer step ``step`` consumed policy ``version`` and these groups; it produced ``version + 1``."""
 
@@ -190,6 +213,7 @@ class RunEnded(_Record, frozen=True, tag="run_ended", kw_only=True):
 
 Record = (
     RunStarted
+    | Readopted
     | WorkerJoined
     | WorkerGone
     | PlanCommitted
@@ -201,6 +225,7 @@ Record = (
     | Accepted
     | Reissued
     | Dropped
+    | StepBegun
     | Trained
     | VersionReady
     | WeightsLive
@@ -210,7 +235,7 @@ Record = (
     | RunEnded
 )
 
-_DURABLE = (RunStarted, PlanCommitted, CheckpointBegun, CheckpointCommitted, RunEnded)
+_DURABLE = (RunStarted, Readopted, PlanCommitted, CheckpointBegun, CheckpointCommitted, RunEnded)
 """Records that must outlive a crash of the host: resuming depends on them."""
 
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from nereus.actors.slot import modules_for
 from nereus.algo.sampler import Cursor
 from nereus.backends.manifest import MODEL_FOLDER
 from nereus.bus.keys import ensure_keys
+from nereus.bus.zeromq import ZmqServer
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Plan
 from nereus.core.shape import ModelShape
@@ -43,6 +44,7 @@ from nereus.runtime.observer import RunObserver
 from nereus.runtime.placement import initial_plan, slots_ever
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
+from nereus.runtime.readopt import Takeover, estate_of, gather, send_away, take_over
 from nereus.runtime.regroup import StateLost
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered, ProcessSearcher
@@ -54,14 +56,22 @@ from nereus.runtime.wire import Wire, store_config
 STORE_START_TIMEOUT_S = 120.0
 EXIT_LEFT_AT_ONCE = 130
 
+GATHER_S = 15.0
+"""How long live workers may take to come, after they must have noticed that their supervisor is gone."""
+
 MAX_RESTORES = 3
 """How often a run goes back to a checkpoint without coming further than before."""
 
 log = structlog.get_logger()
 
 
-async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None, local_workers: bool) -> int:
-    """Run a job to its end; return the exit code. Failures are ``NereusError`` with the whole explanation."""
+async def supervise(
+    config: JobConfig, folder: RunFolder, *, resume: Path | None, local_workers: bool, readopt: bool = False
+) -> int:
+    """Run a job to its end; return the exit code. Failures are ``NereusError`` with the whole explanation.
+
+    ``readopt``: workers that have outlived the supervisor before are taken over, if they can be.
+    """
     configure_logs(
         file=folder.logs / "supervisor.log",
         log_format=config.run.log_format,
@@ -75,18 +85,15 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
     outcome = Outcome("ended by an unexpected error", finished=False)
     failure: BaseException | None = None
     try:
-        outcome = await _to_the_end(config, folder, display, resume, local_workers=local_workers)
+        outcome = await _to_the_end(config, folder, display, resume, local_workers=local_workers, readopt=readopt)
     except NereusError as error:
         failure = error
         outcome = Outcome(str(error), finished=False)
     finally:
-        progress = read_progress(folder)
-        state = _state(outcome, failure)
-        folder.write_status(state, step=progress.step, version=progress.version, reason=outcome.reason)
-        if isinstance(failure, ConfigError):
-            display.close()  # the refusal is all there is to say
+        if folder.owned:
+            _conclude(config, folder, display, outcome, failure)
         else:
-            display.close(_summary(folder, progress, outcome.reason, ok=failure is None), _paths(folder, config))
+            display.close()
     if isinstance(failure, LeftAtOnce):
         return EXIT_LEFT_AT_ONCE
     if failure:
@@ -95,15 +102,34 @@ async def supervise(config: JobConfig, folder: RunFolder, *, resume: Path | None
     return 0
 
 
+def _conclude(
+    config: JobConfig, folder: RunFolder, display: Display, outcome: Outcome, failure: BaseException | None
+) -> None:
+    """Say in the run folder and on the display how the run has ended."""
+    progress = read_progress(folder)
+    state = _state(outcome, failure)
+    folder.write_status(state, step=progress.step, version=progress.version, reason=outcome.reason)
+    if isinstance(failure, ConfigError):
+        display.close()  # the refusal is all there is to say
+    else:
+        display.close(_summary(folder, progress, outcome.reason, ok=failure is None), _paths(folder, config))
+
+
 async def _to_the_end(
-    config: JobConfig, folder: RunFolder, display: Display, checkpoint: Path | None, *, local_workers: bool
+    config: JobConfig,
+    folder: RunFolder,
+    display: Display,
+    checkpoint: Path | None,
+    *,
+    local_workers: bool,
+    readopt: bool,
 ) -> Outcome:
     """Run; when the trained state is lost with its last copy, go on from the newest checkpoint that is whole."""
     tries, furthest = 0, -1
     while True:
         assembly = _Assembly(config, folder, display, local_workers=local_workers)
         try:
-            return await assembly.run(checkpoint)
+            return await assembly.run(checkpoint, readopt=readopt)
         except asyncio.CancelledError:
             if not assembly.interrupted:
                 raise
@@ -122,6 +148,7 @@ async def _to_the_end(
             display.event(f"{lost}; going on from {source}", "warning")
             log.warning("trained state lost", why=str(lost), checkpoint=source, step=step)
             folder.begin_attempt()
+            readopt = False
 
 
 def _state(outcome: Outcome, failure: BaseException | None) -> FolderState:
@@ -164,7 +191,7 @@ class _Assembly:
         self.interrupted = ""
         """The signal that asked the run to end."""
 
-    async def run(self, checkpoint: Path | None) -> Outcome:
+    async def run(self, checkpoint: Path | None, *, readopt: bool = False) -> Outcome:
         """Prepare, run, and tear down."""
         config, folder = self._config, self._folder
         async with contextlib.AsyncExitStack() as stack:
@@ -174,23 +201,36 @@ class _Assembly:
             ensure_keys(folder.keys, [SUPERVISOR, OPERATOR, RELAY, REWARD, *map(slot_worker, slots_ever(config))])
             endpoint = await Wire(SUPERVISOR, folder.keys, config).serve(config.bus.port)
             stack.push_async_callback(endpoint.close)
-            folder.address.write_text(json.dumps({"address": endpoint.address, "attempt": folder.attempt}))
-            stack.callback(folder.address.unlink, missing_ok=True)
             dataset = open_dataset(config.data)
             self._display.event(dataset.description)
+            processes = LocalProcesses(
+                folder.logs,
+                preload=_preload(config) if self._local_workers else (),
+                place=folder.forkserver,
+                orphan_s=config.bus.orphan_s,
+            )
+            stack.push_async_callback(self._end_processes, processes)
+            stack.callback(folder.withdraw)
+            takeover = await self._take_over(endpoint, processes, dataset) if readopt else None
+            await processes.open()  # it imports while the rest is prepared
+            folder.announce(endpoint.address)
             checkpoints = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep)
             for leftover in checkpoints.clean():
                 self._display.event(f"removed {leftover.name}: an earlier attempt left it half-done", "warning")
-            processes = LocalProcesses(folder.logs, preload=_preload(config) if self._local_workers else ())
-            stack.push_async_callback(processes.stop, grace_s=2.0)
-            await processes.open()  # it imports while the rest is prepared
-            origin = self._origin(checkpoint, dataset)
+            origin: Origin | None
+            if takeover is not None:
+                plan = takeover.estate.plan
+                model = folder.configs / "model"
+                origin = Origin(checkpoint or model, model, takeover.step, takeover.version, takeover.cursor)
+            else:
+                origin = self._origin(checkpoint, dataset)
             if origin is None:
                 made = await self._model()
                 origin = Origin(made, self._keep_model_files(made))
             journal = Journal(folder.journal)
             stack.callback(journal.close)
-            journal.append(self._run_started(origin, dataset))
+            started = self._run_started(origin, dataset)
+            journal.append(*(takeover.records(started) if takeover else [started]))
             store_config(folder, config)
             store = await self._start_store(processes, plan)
             observer = RunObserver(config, folder, self._display)
@@ -209,10 +249,12 @@ class _Assembly:
                 checkpoints=checkpoints,
                 observer=observer,
                 adapt=_adaptation(config, plan, origin, journal),
+                takeover=takeover,
+                fence=folder.require_owned,
             )
             self._supervisor = supervisor
             folder.write_status("running", step=origin.step, version=origin.version)
-            self._display.status("starting workers")
+            self._display.status("going on with live workers" if takeover else "starting workers")
             outcome: Outcome | None = None
             try:
                 outcome = await supervisor.run()
@@ -220,9 +262,50 @@ class _Assembly:
             finally:
                 error = sys.exception()
                 reason = outcome.reason if outcome else str(error)
-                self._display.status("stopping workers")
-                await supervisor.leave(reason)
-                journal.append(record.RunEnded(reason=reason, ok=outcome is not None))
+                if folder.owned:
+                    self._display.status("stopping workers")
+                    await supervisor.leave(reason)
+                    journal.append(record.RunEnded(reason=reason, ok=outcome is not None))
+
+    async def _end_processes(self, processes: LocalProcesses) -> None:
+        """End all processes of the run, unless they are another supervisor's by now."""
+        await (processes.stop(grace_s=2.0) if self._folder.owned else processes.abandon())
+
+    async def _take_over(self, endpoint: ZmqServer, processes: LocalProcesses, dataset: Dataset) -> Takeover | None:
+        """Bring workers that have outlived the supervisor before under this one; None: there are none to go on with.
+
+        ``StateLost`` if there were, and no trainer unit is whole.
+        """
+        folder, config = self._folder, self._config
+        estate = estate_of(read_journal(folder.journal).entries) if folder.journal.exists() else None
+        if estate is None or not await processes.adopt():
+            return None
+        why = ""
+        if estate.started.config != _fingerprint(config):
+            why = "the settings have changed"
+        elif estate.started.data != dataset.fingerprint:
+            why = "the data set has changed"
+        if why:
+            self._display.event(f"the workers that are left are not taken over: {why}", "warning")
+            await processes.clear()
+            return None
+        self._display.status("waiting for the workers that are left")
+        endpoint.advance(estate.plan.epoch)
+        folder.announce(endpoint.address)
+        everybody = tuple(estate.living)
+        found = await gather(
+            endpoint,
+            estate,
+            folder.name,
+            lambda: processes.running if self._local_workers else everybody,
+            timeout_s=config.bus.liveness_s + GATHER_S,
+        )
+        timeout_s = config.cluster.group_timeout_s + config.bus.liveness_s
+        try:
+            return await take_over(endpoint, estate, found, timeout_s=timeout_s)
+        except StateLost as lost:
+            await send_away(endpoint, found, str(lost))
+            raise
 
     def _origin(self, checkpoint: Path | None, dataset: Dataset) -> Origin | None:
         """Return what a resumed run goes on from."""
@@ -285,7 +368,7 @@ class _Assembly:
         return record.RunStarted(
             run=self._folder.name,
             attempt=self._folder.attempt,
-            config=xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._config, order="deterministic")),
+            config=_fingerprint(self._config),
             data=dataset.fingerprint,
             seed=self._config.run.seed,
             wall=time.time(),
@@ -303,10 +386,12 @@ class _Assembly:
 
     async def _start_store(self, processes: LocalProcesses, plan: Plan) -> str:
         """Start the rendezvous store of the process groups; return ``host:port`` (empty: a lone trainer needs none)."""
-        if sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING)) == 1:
+        line = processes.service("store")  # an adopted one
+        plans = (plan, initial_plan(self._config))  # what is taken over may have shrunk
+        if not line and all(sum(len(emu.slots) for emu in each.of(POLICY_TRAINING)) == 1 for each in plans):
             return ""
         arguments = ["nereus.backends.torch.store", "--host", self._config.bus.host, "--port", "0"]
-        line = await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
+        line = line or await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
         announced = json.loads(line)
         return f"{announced['host']}:{announced['port']}"
 
@@ -348,6 +433,10 @@ def _adaptation(
     )
 
 
+def _fingerprint(config: JobConfig) -> str:
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(config, order="deterministic"))
+
+
 def _preload(config: JobConfig) -> tuple[str, ...]:
     """Return the modules that the workers of this run import."""
     return ("nereus.actors.slot", "nereus.actors.weights", "nereus.actors.reward", *modules_for(config))
@@ -371,6 +460,10 @@ class _WorkerLauncher:
     def exits(self) -> asyncio.Queue[Exited]:
         return self._processes.exits
 
+    @property
+    def running(self) -> Mapping[str, int]:
+        return self._processes.running
+
     async def start(self, worker: str) -> int:
         return await self._processes.start(worker, _worker_arguments(self._folder, worker, self._address))
 
@@ -393,6 +486,10 @@ class _ExternalLauncher:
     @property
     def exits(self) -> asyncio.Queue[Exited]:
         return self._processes.exits
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        return {}
 
     async def start(self, worker: str) -> int:
         return 0

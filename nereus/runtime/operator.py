@@ -11,22 +11,14 @@ import socket
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from nereus.actors.names import OPERATOR, SUPERVISOR
 from nereus.bus.messages import Admit, Admitted, DrainSlots, Message
 from nereus.errors import ConfigError, NereusError, ProtocolError
-from nereus.runtime.folder import RunPaths, read_status
+from nereus.runtime.folder import Listening, RunPaths, read_status
 from nereus.runtime.wire import Wire, load_config
 
 TIMEOUT_S = 30.0
-
-
-class Listening(Struct, frozen=True):
-    """Where the supervisor of a run listens."""
-
-    address: str
-    attempt: int
 
 
 def find(folder: Path) -> tuple[RunPaths, Listening]:

@@ -46,8 +46,9 @@ def initial_plan(config: JobConfig) -> Plan:
 
 
 def slots_to_start(config: JobConfig) -> range:
-    """Return the slots that get a process besides those of the first plan: all, where plans may come to use them."""
-    return range(config.cluster.slots if config.adapt.mode != "off" else 0)
+    """Return the slots that get a process: those of the first plan, or all, where plans may come to use them."""
+    first = Replication.parse(config.train.layout).slots + Replication.parse(config.rollout.layout).slots
+    return range(config.cluster.slots if config.adapt.mode != "off" else first)
 
 
 def slots_ever(config: JobConfig) -> range:

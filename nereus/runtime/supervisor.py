@@ -27,6 +27,7 @@ from nereus.actors.names import OPERATOR, RELAY, REWARD, slot_of, slot_worker
 from nereus.algo.staleness import Waiting
 from nereus.bus.endpoint import Delivery, Endpoint, Event, PeerGone, Undelivered
 from nereus.bus.messages import (
+    Abandon,
     Admit,
     Admitted,
     Assign,
@@ -52,6 +53,7 @@ from nereus.bus.messages import (
     StepReport,
     Switch,
     Train,
+    Vacate,
     VersionReady,
     WeightsLive,
     Welcome,
@@ -71,6 +73,7 @@ from nereus.runtime.loopwatch import LoopWatch
 from nereus.runtime.placement import slots_to_start
 from nereus.runtime.processes import Exited
 from nereus.runtime.publishing import Published, Publishing
+from nereus.runtime.readopt import Takeover, enlist
 from nereus.runtime.regroup import Regrouped, StateLost, regroup
 from nereus.runtime.saving import Saver
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
@@ -165,11 +168,16 @@ class Supervisor:
         adapt: Callable[[Callable[[Answered], None]], Planning] | None = None,
         tick_s: float = TICK_S,
         watched: bool = True,
+        takeover: Takeover | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         """``adapt`` makes what decides about plans, given whom to tell of answers; None: the job file says them all.
 
         Deadlines are looked at every ``tick_s``. ``watched``: whether blocks of the loop are noticed (there are none
         on virtual time).
+
+        ``takeover``: go on with the live workers of a supervisor that is gone, under their ``plan``. ``fence`` raises
+        when another supervisor has taken over.
         """
         self._config = config
         self._fleet = Fleet.of_plan(plan, slots_to_start(config))
@@ -181,6 +189,8 @@ class Supervisor:
         self._launcher = launcher
         self._journal = journal
         self._observer = observer
+        self._takeover = takeover
+        self._fence = fence
         self._inbox: asyncio.Queue[Occurrence] = asyncio.Queue()
         self._step = origin.step
         self._version = origin.version
@@ -197,6 +207,7 @@ class Supervisor:
             journal=journal,
             observer=observer,
             timeout_s=config.adapt.timeout_s,
+            tried=takeover.estate.tried if takeover else plan.epoch,
         )
         self._planning: Planning = (
             adapt(self._inbox.put_nowait) if adapt else GivenPlans(Schedule(config, plan, origin.step))
@@ -211,7 +222,9 @@ class Supervisor:
             "data": dataset.fingerprint,
             "plan": msgspec.to_builtins(plan),
         }
-        self._saver = Saver(checkpoints, origin.model, about, saved_step=origin.step or -1)
+        self._saver = Saver(
+            checkpoints, origin.model, about, saved_step=takeover.estate.saved_step if takeover else origin.step or -1
+        )
         self._tick_s = tick_s
         self._watch = LoopWatch() if watched else None
         self._started = False
@@ -226,6 +239,8 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Bring the workers up, train, and return how it ended; raises ``RunFailed`` with the explanation."""
         self._began = self._idle_since = self._progress_at = self._now()
+        if self._takeover is not None:
+            await self._take_over(self._takeover)
         pumps = [
             asyncio.create_task(self._pump(self._endpoint.receive), name="bus"),
             asyncio.create_task(self._pump(self._launcher.exits.get), name="exits"),
@@ -234,9 +249,11 @@ class Supervisor:
         if self._watch is not None:
             pumps.append(asyncio.create_task(self._watch.run(), name="loop watch"))
         try:
-            self._journal.append(record.PlanCommitted(plan=self._changes.plan, why="start"))
+            if self._takeover is None:
+                self._journal.append(record.PlanCommitted(plan=self._changes.plan, why="start"))
             for worker in self._fleet:
-                await self._launch(worker)
+                if not worker.alive:
+                    await self._launch(worker)
             while self._outcome is None:
                 await self._on(await self._next(pumps))
             return self._outcome
@@ -250,6 +267,33 @@ class Supervisor:
             await self._changes.close()
             await self._weights.close()
             await self._planning.close()
+
+    async def _take_over(self, takeover: Takeover) -> None:
+        """Go on with the workers of a supervisor that is gone as after a loss; what was under way is done anew.
+
+        What workers still say under the plan before is refused from here on: nobody is listened to before that.
+        """
+        enlist(self._fleet, takeover)
+        lost = f", lost: {', '.join(takeover.lost)}" if takeover.lost else ""
+        self._observer.note(f"taken over before step {self._step}: {', '.join(sorted(takeover.found))}{lost}")
+        self._started = True
+        self._weights.know(takeover.tensors, takeover.tied)
+        visible = takeover.visible
+        if visible is not None and visible.version == self._version:
+            self._weights.became_visible(visible)
+            self._journal.append(record.VersionReady(version=visible.version, checksum=visible.checksum))
+        workers = [worker for worker in self._fleet if worker.alive and slot_of(worker.name) is not None]
+        for worker in workers:
+            if worker.state is State.READY and worker.emu is not None:
+                await self._send(worker.name, Release(takeover.estate.unfinished))
+            elif worker.emu is None and worker.state is State.JOINED:
+                await self._send(worker.name, Vacate())
+        self._hold = _Hold("the supervisor was replaced", self._now())
+        await self._on_settled(Settled(takeover.regrouped))
+        for trainer in self._fleet.of(POLICY_TRAINING):
+            # Once more: a group that was on its way to the collector has arrived by now.
+            await self._send(trainer.name, Release(takeover.estate.unfinished))
+            await self._send(trainer.name, Abandon("the supervisor was replaced"))
 
     async def leave(self, reason: str) -> None:
         """Ask every worker to leave, then make sure that none is left."""
@@ -290,6 +334,7 @@ class Supervisor:
     # Occurrences
 
     async def _on(self, occurrence: Occurrence) -> None:
+        self._fence()
         match occurrence:
             case Delivery():
                 await self._on_delivery(occurrence)
@@ -417,11 +462,17 @@ class Supervisor:
     async def _launch(self, worker: Worker) -> None:
         worker.state = State.STARTING
         worker.incarnation = ""  # what is still heard of the dead one concerns nobody
+        left = self._launcher.running.get(worker.name)
+        if left is not None:  # it was not fit to be taken over
+            worker.pid = left
+            return self._launcher.kill(worker.name)  # its exit brings the replacement
         worker.pid = await self._launcher.start(worker.name)
 
     async def _on_hello(self, delivery: Delivery, hello: Hello) -> None:
         if hello.worker != delivery.peer:
             return await self._reply(delivery, Refused(f"{delivery.peer} cannot speak for {hello.worker}"))
+        if hello.orphan:
+            return await self._reply(delivery, Refused("too late to be taken over"))
         worker = self._fleet.joined(hello)
         self._journal.append(
             record.WorkerJoined(worker=hello.worker, incarnation=hello.incarnation, host=hello.host, pid=hello.pid)
@@ -595,6 +646,7 @@ class Supervisor:
             return
         now = self._now()
         self._training = _Training(refs, now, now - self._idle_since)
+        self._journal.append(record.StepBegun(step=self._step, version=self._version, groups=refs))
         for trainer in self._fleet.of(POLICY_TRAINING):
             await self._send(trainer.name, Train(self._step, self._version, refs))
 

@@ -6,7 +6,7 @@ The live assembly (``live.py``) and the in-process worlds of the tests provide t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,10 @@ class Launcher(Protocol):
 
     async def start(self, worker: str) -> int:
         """Start a process for ``worker`` and return its pid."""
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        """The pids of those that can be killed from here, by name."""
 
     def kill(self, worker: str) -> None: ...
 

@@ -2,10 +2,11 @@
 
 Owner: the supervisor starts it as ``python -m nereus.runtime.worker``. It opens its own server endpoint, connects to
 the supervisor under its own key, says ``Hello``, and hosts the actor that its name stands for: ``slot-N`` a slot,
-``weights-N`` the weight-sync relay, ``reward-N`` the reward service.
+``weights-N`` the weight-sync relay, ``reward-N`` the reward service. When the supervisor is killed it waits for the one
+that takes the run over (``actors/tether.py``), which ``supervisor.json`` in the run folder names.
 
 Invariant (tests/live): it leaves with code 0 after ``Shutdown``, with code 1 and one line on its log after a failure,
-and never outlives the supervisor that started it.
+and outlives its supervisor by ``bus.orphan_s`` at most.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 from setproctitle import setproctitle
 
 from nereus.actors.host import Actor, host
 from nereus.actors.names import RELAY, REWARD, SUPERVISOR, slot_of
 from nereus.actors.reward import RewardActor
 from nereus.actors.slot import SlotActor
+from nereus.actors.tether import Line, Tether
 from nereus.actors.weights import Relay, WeightsActor
 from nereus.actors.wiring import Wiring
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.loop import run
 from nereus.bus.messages import Hello, Welcome
+from nereus.bus.zeromq import ZmqClient
 from nereus.config import JobConfig
-from nereus.errors import ConfigError, NereusError, ProtocolError
+from nereus.core.plan import PlanEpoch
+from nereus.errors import ConfigError, NereusError, PeerLost, ProtocolError
 from nereus.lifeline import die_with_parent
-from nereus.runtime.folder import RunPaths
+from nereus.runtime.folder import Listening, RunPaths
 from nereus.runtime.logs import configure_worker
 from nereus.runtime.wire import Wire, load_config
 
@@ -54,19 +60,79 @@ async def work(paths: RunPaths, worker: str, supervisor: str) -> int:
     wire = Wire(worker, paths.keys, config)
     service = await wire.serve()
     try:
-        control = await wire.client(SUPERVISOR, supervisor)
-        try:
-            hello = Hello(worker, control.incarnation, socket.gethostname(), os.getpid(), service.address)
-            welcome = await control.request(SUPERVISOR, hello, timeout_s=config.bus.start_timeout_s)
-            if not isinstance(welcome, Welcome):
-                raise ProtocolError(f"the supervisor answered Hello with {type(welcome).__name__}")
-            control.advance(welcome.epoch)
-            actor = _actor(worker, paths, config, control, service, wire)
-            return await host(actor, control, [service])
-        finally:
-            await control.close()
+        join = Joining(paths, config, wire, worker, service.address)
+        tether = Tether(
+            await join.first(supervisor), join.newer, beat_s=config.bus.heartbeat_s, patience_s=config.bus.orphan_s
+        )
+        async with tether.watched():
+            join.actor = actor = _actor(worker, paths, config, tether, service, wire)
+            return await host(actor, tether, [service])
     finally:
         await service.close()
+
+
+class Joining:
+    """Brings a worker under the supervisor of its run: the one that started it, then those that take the run over."""
+
+    def __init__(self, paths: RunPaths, config: JobConfig, wire: Wire, worker: str, service: str) -> None:
+        self._paths = paths
+        self._wire = wire
+        self._timeout_s = config.bus.start_timeout_s
+        self._hello = Hello(worker, "unknown", socket.gethostname(), os.getpid(), service)
+        self._attempt = paths.attempt
+        self.actor: Actor | None = None
+
+    async def first(self, address: str) -> Line:
+        """Join the supervisor at ``address``; ``NereusError`` or ``TimeoutError`` says why that cannot be."""
+        line = await self._wire.client(SUPERVISOR, address)
+        try:
+            return await self._welcomed(line, self._hello)
+        except BaseException:
+            line.abort()
+            raise
+
+    async def newer(self, epoch: PlanEpoch) -> Line | None:
+        """Join the supervisor of a later attempt, if there is one that can be reached."""
+        listening = self._announced()
+        if listening is None or listening.attempt <= self._attempt:
+            return None
+        try:
+            line = await self._wire.client(SUPERVISOR, listening.address)
+        except ConfigError:
+            return None  # it has left again, or is not there yet
+        stage = self.actor.stage if isinstance(self.actor, SlotActor) else ""
+        try:
+            await self._welcomed(line, replace(self._hello, orphan=True, epoch=epoch, stage=stage))
+        except (PeerLost, TimeoutError):
+            line.abort()
+            return None
+        except BaseException:
+            line.abort()
+            raise
+        self._attempt = listening.attempt
+        return line
+
+    def _announced(self) -> Listening | None:
+        """Return where the newest supervisor says that it listens; ``ConfigError`` if the run is no more."""
+        if not self._paths.path.is_dir():
+            raise ConfigError("the run folder is gone", where=str(self._paths.path), remedy="start another run")
+        try:
+            return msgspec.json.decode(self._paths.address.read_bytes(), type=Listening)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    async def _welcomed(self, line: ZmqClient, hello: Hello) -> ZmqClient:
+        """Say hello on ``line``; ``ProtocolError`` if it is another run's supervisor, or one of the past."""
+        hello = replace(hello, incarnation=line.incarnation)
+        welcome = await line.request(SUPERVISOR, hello, timeout_s=self._timeout_s)
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"the supervisor answered Hello with {type(welcome).__name__}")
+        if welcome.run_id != self._paths.name:
+            raise ProtocolError(f"the supervisor is that of run {welcome.run_id}, not of {self._paths.name}")
+        if welcome.epoch < hello.epoch:
+            raise ProtocolError(f"the supervisor is at plan epoch {welcome.epoch}, {hello.worker} at {hello.epoch}")
+        line.advance(welcome.epoch)
+        return line
 
 
 def _actor(

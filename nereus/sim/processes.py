@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
 
 from nereus.actors.host import Actor, host
 from nereus.actors.names import SUPERVISOR
+from nereus.actors.slot import SlotActor
+from nereus.actors.tether import Tether
 from nereus.actors.wiring import Wiring
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.memory import MemoryBus, MemoryEndpoint
 from nereus.bus.messages import Hello, Welcome
-from nereus.errors import NereusError
+from nereus.core.plan import PlanEpoch
+from nereus.errors import ConfigError, NereusError, PeerLost
 from nereus.runtime.processes import Exited
 
 FIRST_PID = 100
@@ -47,11 +52,13 @@ class VirtualProcesses:
         left: Callable[[str], None] = _nobody,
         stalled: Callable[[str], None] = _nobody,
         note: Callable[[str], None] = _nobody,
+        orphan_s: float = 0.0,
     ) -> None:
         """``boot_s``: from the start to the first word; infinite: not now, the worker is started by ``boot`` later.
 
         ``died``, ``left`` and ``stalled`` are told of workers that vanish, that are gone in any way, and that hang in
-        their work; ``note`` of words to show.
+        their work; ``note`` of words to show. Without a supervisor they wait ``orphan_s`` for that of a later
+        ``attempt``.
         """
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self._bus = bus
@@ -62,6 +69,10 @@ class VirtualProcesses:
         self._left = left
         self._stalled = stalled
         self._note = note
+        self._orphan_s = orphan_s
+        self.attempt = 1
+        """The newest attempt that is announced."""
+        self._pid_of: dict[str, int] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[MemoryEndpoint]] = {}
         self._hung: set[str] = set()
@@ -72,6 +83,10 @@ class VirtualProcesses:
 
     # Launcher
 
+    @property
+    def running(self) -> Mapping[str, int]:
+        return {worker: self._pid_of[worker] for worker in self._tasks}
+
     async def start(self, worker: str) -> int:
         boot_s = self._boot_s(worker)
         return 0 if boot_s == float("inf") else self.boot(worker, boot_s)
@@ -80,7 +95,7 @@ class VirtualProcesses:
         """Start a process that says its first word after ``boot_s``; return its pid."""
         self._hung.discard(worker)
         self._bus.heal(worker)
-        pid = next(self._pids)
+        pid = self._pid_of[worker] = next(self._pids)
         self._tasks[worker] = asyncio.create_task(self._process(worker, pid, boot_s), name=worker)
         return pid
 
@@ -142,8 +157,12 @@ class VirtualProcesses:
             welcome = await control.request(SUPERVISOR, hello, timeout_s=HELLO_TIMEOUT_S)
             assert isinstance(welcome, Welcome)
             control.advance(welcome.epoch)
-            code = await host(self._build(worker, control, service, _Wiring(self, worker)), control, [service])
-            await control.close()
+            wiring = _Wiring(self, worker)
+            if self._orphan_s:
+                code = await self._outlive(hello, control, service, wiring)
+            else:
+                code = await host(self._build(worker, control, service, wiring), control, [service])
+                await control.close()
             await service.close()
         except asyncio.CancelledError:
             code = -9
@@ -154,6 +173,38 @@ class VirtualProcesses:
             self._tasks.pop(worker, None)
             self._left(worker)
             self.exits.put_nowait(Exited(worker, pid, code))
+
+    async def _outlive(self, hello: Hello, control: MemoryEndpoint, service: MemoryEndpoint, wiring: Wiring) -> int:
+        """Be the worker that said ``hello``, under this supervisor and those of later attempts."""
+        actor: Actor | None = None
+        under = self.attempt
+
+        async def newer(epoch: PlanEpoch) -> MemoryEndpoint | None:
+            nonlocal under
+            announced = self.attempt
+            if announced <= under:
+                return None
+            try:
+                line = self._bus.client(hello.worker, server=SUPERVISOR)
+            except ConfigError:
+                return None  # it is gone already
+            self._endpoints[hello.worker].append(line)
+            stage = actor.stage if isinstance(actor, SlotActor) else ""
+            again = replace(hello, incarnation=line.incarnation, orphan=True, epoch=epoch, stage=stage)
+            try:
+                welcome = await line.request(SUPERVISOR, again, timeout_s=HELLO_TIMEOUT_S)
+            except (PeerLost, TimeoutError):
+                line.abort()
+                return None
+            assert isinstance(welcome, Welcome)
+            line.advance(welcome.epoch)
+            under = announced
+            return line
+
+        tether = Tether(control, newer, beat_s=1.0, patience_s=self._orphan_s)
+        async with tether.watched():
+            actor = self._build(hello.worker, tether, service, wiring)
+            return await host(actor, tether, [service])
 
     def _abort(self, worker: str) -> None:
         for endpoint in self._endpoints.pop(worker, []):

@@ -20,6 +20,7 @@ from nereus.core.plan import Plan
 from nereus.runtime.checkpoints import CheckpointStore
 from nereus.runtime.dataset import Dataset
 from nereus.runtime.journal import Journal, RunEnded, RunStarted
+from nereus.runtime.readopt import Takeover
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered, Asked, solve
 from nereus.runtime.supervisor import Supervisor
@@ -60,7 +61,12 @@ class World:
         self.bus = bus
         self.processes = processes
         self.endpoint = bus.server(SUPERVISOR)
-        self.supervisor = Supervisor(
+        self.supervisor = self.supervise(observer, adapt)
+
+    def supervise(self, observer: Observer, adapt: Adapt | None, takeover: Takeover | None = None) -> Supervisor:
+        """Make the supervisor of the present setting."""
+        setting = self.setting
+        return Supervisor(
             setting.config,
             setting.plan,
             run_id=setting.run_id,
@@ -68,7 +74,7 @@ class World:
             store="",
             origin=setting.origin,
             endpoint=self.endpoint,
-            launcher=processes,
+            launcher=self.processes,
             journal=setting.journal,
             dataset=setting.dataset,
             checkpoints=setting.checkpoints,
@@ -76,12 +82,17 @@ class World:
             adapt=adapt,
             tick_s=setting.tick_s,
             watched=False,
+            takeover=takeover,
         )
 
     def announce(self, config: str = "", data: str = "") -> None:
         """Say in the journal from where this attempt goes on; fingerprints of configuration and data are optional."""
+        self.setting.journal.append(self.started(config, data))
+
+    def started(self, config: str = "", data: str = "") -> RunStarted:
+        """Return the record with which this attempt begins."""
         origin = self.setting.origin
-        started = RunStarted(
+        return RunStarted(
             run=self.setting.run_id,
             attempt=self.setting.attempt,
             config=config,
@@ -92,7 +103,6 @@ class World:
             version=origin.version,
             cursor=origin.cursor.frontier,
         )
-        self.setting.journal.append(started)
 
     async def run(self) -> Outcome:
         """Run to the end and leave nobody behind; the journal stays open."""

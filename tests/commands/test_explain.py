@@ -89,6 +89,19 @@ def test_a_killed_run_and_its_resumption_are_told(tmp_path: Path) -> None:
     assert "The journal ends here" in says and NO_CHANGE not in says
 
 
+def test_a_supervisor_that_was_replaced_is_told(tmp_path: Path) -> None:
+    second = record.RunStarted(run="r", attempt=2, config="c", data="d", seed=7, wall=0.0, step=3, version=3, cursor=12)
+    readopted = record.Readopted(
+        attempt=2, epoch=0, step=3, workers=("slot-0", "weights-0"), lost=("slot-1",), completed=True
+    )
+    begun = record.StepBegun(step=2, version=2, groups=())
+    says = "\n".join(story(tmp_path, *BEGIN, begun, second, readopted))
+    assert "did not end in good order. Attempt 2 took the run over before step 3." in says
+    assert "went on with the workers of the attempt before (slot-0, weights-0)" in says
+    assert "had made step 2 when their supervisor died; it counts. Lost with the supervisor: slot-1." in says
+    assert "void and is trained again" not in says
+
+
 def test_losses_that_end_a_run_say_so(tmp_path: Path) -> None:
     says = story(tmp_path, *BEGIN, gone("slot-0", "hung"), record.RunEnded(reason="slot-0 is lost", ok=False))
     assert "slot-0 (policy.training) was lost: hung." in says

@@ -21,8 +21,12 @@ from contextlib import closing
 from pathlib import Path
 from nereus.runtime.folder import RunFolder
 folder = RunFolder.open(Path(sys.argv[1]))
+journal = folder.journal.open("a")
 print("held", flush=True)
-sys.stdin.read()
+sys.stdin.readline()
+print("late", file=journal, flush=True)
+folder.withdraw()
+folder.require_owned()
 """
 
 
@@ -77,6 +81,31 @@ def test_a_folder_in_use_is_refused_with_the_pid_of_its_holder(tmp_path: Path) -
         holder.wait(30)
     # The kernel freed the lock: nothing has to be cleaned up after a crash.
     assert RunFolder.open(folder.path).attempt == 3
+
+
+def test_a_folder_whose_holder_is_stopped_is_taken_over_and_the_holder_is_told(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "demo")
+    folder.write_status("running")
+    folder.journal.write_text("before\n")
+    folder.close()
+    words = [sys.executable, "-c", HOLD, str(folder.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, **pipes) as holder:  # type: ignore[call-overload]
+        assert holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+        newer = RunFolder.open(folder.path)
+        newer.require_owned()
+        newer.announce("tcp://127.0.0.1:1")
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
+            RunFolder.open(folder.path)
+        holder.send_signal(signal.SIGCONT)
+        _, said = holder.communicate("go on\n", timeout=60)
+    assert f"another supervisor (with pid {os.getpid()}) has taken the run over" in said
+    assert newer.journal.read_text() == "before\n"
+    assert newer.address.exists()
+    newer.withdraw()
+    assert not newer.address.exists()
 
 
 def test_one_process_cannot_hold_a_folder_twice(tmp_path: Path) -> None:

@@ -29,10 +29,12 @@ from nereus.runtime.journal import (
     Journal,
     JournalError,
     PlanCommitted,
+    Readopted,
     Record,
     Reissued,
     RunEnded,
     RunStarted,
+    StepBegun,
     Trained,
     TransitionBegun,
     TransitionEnded,
@@ -49,6 +51,7 @@ START = RunStarted(run="demo-001", attempt=1, config="c0", data="d0", seed=7, wa
 
 ALL: tuple[Record, ...] = (
     START,
+    Readopted(attempt=2, epoch=3, step=4, workers=("slot-0",), lost=("slot-1",), completed=True),
     WorkerJoined(worker="slot-0", incarnation="a", host="h", pid=1),
     PlanCommitted(plan=Plan(0, (Emu(POLICY_GENERATION, 0, Layout(), (0,)),)), why="start"),
     TransitionBegun(plan=Plan(1, ()), primitives=("policy.training.split.1",), why="asked for"),
@@ -59,6 +62,7 @@ ALL: tuple[Record, ...] = (
     Accepted(group=0, attempt=0, row=5, rollout="slot-0", version_first=0, version_last=0, rewards=(1.0, None, 0.25)),
     Reissued(group=1, attempt=1, reason="slot-0 lost"),
     Dropped(group=2, attempt=3, reason="reward raised"),
+    StepBegun(step=0, version=0, groups=(GroupRef(0, 0),)),
     Trained(step=0, version=0, groups=(GroupRef(0, 0),), samples=3),
     VersionReady(version=1, checksum="00ff"),
     WeightsLive(worker="slot-0", version=1, checksum="00ff"),
@@ -200,7 +204,9 @@ def test_checkpoints_are_on_disk_before_append_returns(tmp_path: Path, monkeypat
     for record in ALL:
         before = len(synced)
         journal.append(record)
-        durable = isinstance(record, RunStarted | PlanCommitted | CheckpointBegun | CheckpointCommitted | RunEnded)
+        durable = isinstance(
+            record, RunStarted | Readopted | PlanCommitted | CheckpointBegun | CheckpointCommitted | RunEnded
+        )
         assert len(synced) - before == durable, record
 
 

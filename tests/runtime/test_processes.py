@@ -27,6 +27,7 @@ def test_an_exit_is_reported_once_with_its_cause(tmp_path: Path) -> None:
         processes.kill("slow")
         second = await asyncio.wait_for(processes.exits.get(), LIMIT_S)
         assert processes.exits.empty()
+        await processes.stop(grace_s=LIMIT_S)
         return [first, second]
 
     bad, slow = asyncio.run(main())
@@ -115,3 +116,84 @@ def test_a_child_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     assert handles.count("pipe") == 1
     assert "pidfd" not in handles
     assert "no_such_module" in (tmp_path / "forkserver.log").read_text()
+
+
+async def _orphans(folder: Path, orphan_s: float) -> tuple[LocalProcesses, int]:
+    """Start a process and leave it as a supervisor that is killed does."""
+    processes = LocalProcesses(folder, orphan_s=orphan_s)
+    pid = await processes.start("slow", ["http.server", "--bind", "127.0.0.1", "0"])
+    await processes.abandon()
+    return processes, pid
+
+
+def test_the_next_supervisor_takes_over_what_the_one_before_has_started(tmp_path: Path) -> None:
+    async def main() -> None:
+        former, pid = await _orphans(tmp_path, LIMIT_S)
+        processes = LocalProcesses(tmp_path)
+        assert await processes.adopt()
+        assert dict(processes.running) == {"slow": pid}
+        await processes.start("other", ["http.server", "--bind", "127.0.0.1", "0"])
+        processes.kill("slow")
+        exited = await asyncio.wait_for(processes.exits.get(), LIMIT_S)
+        assert (exited.worker, exited.pid, exited.code) == ("slow", pid, -signal.SIGKILL)
+        await processes.stop(grace_s=LIMIT_S)
+        assert await LocalProcesses(tmp_path).adopt() is False
+        _wait_for(former)
+
+    asyncio.run(main())
+
+
+def test_what_a_service_has_announced_is_told_again(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+
+    async def main() -> None:
+        former = LocalProcesses(tmp_path, orphan_s=LIMIT_S)
+        assert await former.start_announced("told", ["told"], timeout_s=LIMIT_S) == "here"
+        await former.start("slow", ["http.server", "--bind", "127.0.0.1", "0"])
+        await former.abandon()
+        processes = LocalProcesses(tmp_path)
+        assert await processes.adopt()
+        assert (processes.service("told"), processes.service("slow")) == ("here", "")
+        await processes.stop(grace_s=LIMIT_S)
+        _wait_for(former)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        asyncio.run(main())
+
+
+def test_a_fresh_server_ends_the_one_that_was_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        former, pid = await _orphans(tmp_path, LIMIT_S)
+        watch = os.pidfd_open(pid)
+        processes = LocalProcesses(tmp_path)
+        assert await processes.start("slow", ["http.server", "--bind", "127.0.0.1", "0"]) != pid
+        assert select.select([watch], [], [], LIMIT_S)[0]
+        os.close(watch)
+        assert processes.exits.empty()
+        await processes.stop(grace_s=LIMIT_S)
+        _wait_for(former)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("gone", ["the folder", "the time", "the children"])
+def test_a_server_that_nobody_takes_over_leaves(tmp_path: Path, gone: str) -> None:
+    async def main() -> None:
+        former, pid = await _orphans(tmp_path, 0.0 if gone == "the time" else LIMIT_S)
+        watch = os.pidfd_open(pid)
+        if gone == "the folder":
+            (tmp_path / "forkserver.sock").unlink()
+        elif gone == "the children":
+            os.kill(pid, signal.SIGKILL)
+        _wait_for(former)
+        assert select.select([watch], [], [], LIMIT_S)[0]
+        os.close(watch)
+
+    asyncio.run(main())
+
+
+def _wait_for(former: LocalProcesses) -> None:
+    """Wait until the server that ``former`` has started is gone."""
+    assert former._child is not None
+    former._child.wait(LIMIT_S)
