@@ -14,7 +14,7 @@ LIVE := (live or slow or chaos) and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
          nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
-.PHONY: run test fast live lint format bench storms clean
+.PHONY: run test fast live walks chaos storms lint format bench clean
 .DEFAULT_GOAL := run
 
 run: $(VENV)/.train
@@ -27,6 +27,14 @@ fast: $(VENV)/.test
 
 live: $(VENV)/.test
 	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)
+
+# SEEDS random walks of twelve plans, each trained from beginning to end and compared with a run without any change.
+walks: $(VENV)/.test
+	$(BIN)/python -m pytest -m live tests/live/test_walks.py --seeds $(or $(SEEDS),20) $(ARGS)
+
+# SEEDS runs whose processes are struck at random moments.
+chaos: $(VENV)/.test
+	$(BIN)/python tests/live/chaos.py --seeds $(or $(SEEDS),100) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Set before numpy or torch is loaded: test processes share few cores.
@@ -17,3 +18,12 @@ settings.register_profile(
     "nereus", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("nereus")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=1, help="how many random walks of plans are tried (tests/live)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "walk_seed" in metafunc.fixturenames:
+        metafunc.parametrize("walk_seed", range(metafunc.config.getoption("--seeds")))

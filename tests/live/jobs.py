@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from nereus.backends.manifest import read_manifest
 from nereus.runtime.folder import RunPaths
-from nereus.runtime.journal import Entry, plain, read_journal
+from nereus.runtime.journal import Entry, Trained, plain, read_journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +53,12 @@ start_timeout_s = 300.0
 tensorboard = false
 report = false
 """
+
+DETERMINISTIC = (
+    *("--run.deterministic", "true", "--async.staleness", "0", "--rollout.interrupt", "wait"),
+    *("--model.dtype", "float64", "--train.schedule", "cosine", "--train.warmup_steps", "2"),
+)
+"""Settings under which equal jobs train the same numbers, whatever their layouts."""
 
 
 class Job:
@@ -133,3 +142,31 @@ def leftovers(run: Path) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 if any(handle.readlink().is_relative_to(run) for handle in (process / "fd").iterdir()):
                     yield (process / "cmdline").read_text().replace("\0", " ")
+
+
+def trained(job: Job, folder: Path | None = None) -> list[int]:
+    """Return the numbers of all groups that were trained, in order."""
+    return [
+        ref.group for entry in job.entries(folder) if isinstance(entry.record, Trained) for ref in entry.record.groups
+    ]
+
+
+def state(folder: Path) -> dict[tuple[str, str], np.ndarray]:
+    """Return every element of a checkpoint's tensors, put together whole, by kind and name."""
+    import torch
+    from safetensors.torch import load_file
+
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    manifest = read_manifest(folder)
+    for slot in manifest.slots:
+        for piece in slot.pieces:
+            key = (piece.kind, piece.name)
+            shapes[key] = tuple(map(max, zip(shapes.get(key, piece.stop), piece.stop, strict=True)))
+    for slot in manifest.slots:
+        arrays = load_file(folder / slot.file)
+        for piece in slot.pieces:
+            key = (piece.kind, piece.name)
+            target = whole.setdefault(key, torch.full(shapes[key], torch.nan, dtype=torch.float64))
+            target[tuple(map(slice, piece.start, piece.stop))] = arrays[piece.key].double()
+    return {key: tensor.numpy() for key, tensor in whole.items()}

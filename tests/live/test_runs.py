@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from jobs import Job, finish, kill, leftovers
+from jobs import DETERMINISTIC, Job, finish, kill, leftovers, state, trained
 
 from nereus.algo.history import check_history
-from nereus.backends.manifest import read_manifest
 from nereus.core.plan import POLICY_TRAINING
 from nereus.runtime import journal as record
 from nereus.runtime.metrics import read_metrics
@@ -19,40 +18,10 @@ from nereus.runtime.metrics import read_metrics
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 
-def _trained(job: Job, folder: Path | None = None) -> list[int]:
-    return [
-        ref.group
-        for entry in job.entries(folder)
-        if isinstance(entry.record, record.Trained)
-        for ref in entry.record.groups
-    ]
-
-
 def _pid(job: Job, worker: str) -> int:
     """Return the pid of the newest incarnation of ``worker``."""
     joined = [entry.record for entry in job.entries() if isinstance(entry.record, record.WorkerJoined)]
     return [found.pid for found in joined if found.worker == worker][-1]
-
-
-def _state(folder: Path) -> dict[tuple[str, str, tuple[int, ...]], np.ndarray]:
-    """Return every element of a checkpoint's tensors, put together whole, by kind and name."""
-    import torch
-    from safetensors.torch import load_file
-
-    whole: dict[tuple[str, str], torch.Tensor] = {}
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    manifest = read_manifest(folder)
-    for slot in manifest.slots:
-        for piece in slot.pieces:
-            key = (piece.kind, piece.name)
-            shapes[key] = tuple(map(max, zip(shapes.get(key, piece.stop), piece.stop, strict=True)))
-    for slot in manifest.slots:
-        arrays = load_file(folder / slot.file)
-        for piece in slot.pieces:
-            key = (piece.kind, piece.name)
-            target = whole.setdefault(key, torch.full(shapes[key], torch.nan, dtype=torch.float64))
-            target[tuple(map(slice, piece.start, piece.stop))] = arrays[piece.key].double()
-    return {key: tensor.numpy() for key, tensor in whole.items()}  # type: ignore[misc]
 
 
 @pytest.mark.slow
@@ -63,7 +32,7 @@ def test_two_hundred_steps_with_a_killed_rollout(job: Job) -> None:
     code, output = finish(process)
     assert code == 0, output[-3000:]
     assert check_history(job.history(), staleness=2, groups_per_step=4) == []
-    assert sorted(_trained(job)) == list(range(800))
+    assert sorted(trained(job)) == list(range(800))
     gone = [entry.record for entry in job.entries() if isinstance(entry.record, record.WorkerGone)]
     assert [found.worker for found in gone] == ["slot-2"]
     rows = read_metrics(job.folder / "metrics.jsonl")
@@ -100,14 +69,14 @@ def _layouts(job: Job, folder: Path | None = None) -> list[str]:
 def test_a_killed_trainer_costs_no_more_than_a_step(job: Job, victim: str) -> None:
     _kill_after(job, victim, 6, "--run.steps", "16", "--train.layout", "d2t1p1")
     assert _attempts(job) == 1
-    assert sorted(_trained(job)) == list(range(64))
+    assert sorted(trained(job)) == list(range(64))
     assert _layouts(job) == ["d2t1p1", "d1t1p1", "d2t1p1"]
 
 
 def test_a_killed_relay_comes_back(job: Job) -> None:
     _kill_after(job, "weights-0", 6, "--run.steps", "16")
     assert _attempts(job) == 1
-    assert sorted(_trained(job)) == list(range(64))
+    assert sorted(trained(job)) == list(range(64))
 
 
 def test_a_killed_trainer_without_a_copy_takes_the_run_back_to_the_checkpoint(job: Job) -> None:
@@ -123,17 +92,11 @@ def test_sigterm_drains_and_the_resumed_run_neither_skips_nor_repeats(job: Job) 
     code, output = finish(process)
     assert code == 0, output[-3000:]
     assert job.status()["state"] == "stopped"
-    done = len(_trained(job)) // 4
+    done = len(trained(job)) // 4
     code, output = job.run("--run.steps", str(done + 4), "--resume", "--train.layout", "d1t2p1")
     assert code == 0, output[-3000:]
-    assert sorted(_trained(job)) == list(range(4 * (done + 4)))
+    assert sorted(trained(job)) == list(range(4 * (done + 4)))
     assert check_history(job.history(), staleness=1, groups_per_step=4) == []
-
-
-DETERMINISTIC = (
-    *("--run.deterministic", "true", "--async.staleness", "0", "--rollout.interrupt", "wait"),
-    *("--model.dtype", "float64", "--train.schedule", "cosine", "--train.warmup_steps", "2"),
-)
 
 
 def test_a_run_resumed_changed_to_other_layouts_or_bereft_of_a_trainer_equals_the_straight_one(
@@ -164,17 +127,17 @@ def test_a_run_resumed_changed_to_other_layouts_or_bereft_of_a_trainer_equals_th
     code, output = finish(process)
     assert code == 0, output[-3000:]
     assert _layouts(job)[:2] == ["d2t1p1", "d1t1p1"]
-    one, *others = (_state(folder / "checkpoints" / "step_00000006") for folder in (straight, broken, changed, killed))
-    assert {kind for kind, _ in one} == {"parameter", "exp_avg", "exp_avg_sq"}  # type: ignore[misc]
+    one, *others = (state(folder / "checkpoints" / "step_00000006") for folder in (straight, broken, changed, killed))
+    assert {kind for kind, _ in one} == {"parameter", "exp_avg", "exp_avg_sq"}
     for other in others:
         assert one.keys() == other.keys()
         for key, value in one.items():
             assert np.abs(value - other[key]).max() <= 1e-9 * max(1.0, np.abs(value).max()), key
     for folder in (straight, changed, killed):
-        assert _trained(job, folder) == list(range(24))
+        assert trained(job, folder) == list(range(24))
 
 
-def test_the_exported_model_is_what_was_trained(job: Job, tmp_path: Path) -> None:
+def test_the_exported_model_is_what_wastrained(job: Job, tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -187,10 +150,10 @@ def test_the_exported_model_is_what_was_trained(job: Job, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "nereus", "export", str(job.folder), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    state = _state(job.folder / "checkpoints" / "step_00000003")
+    saved = state(job.folder / "checkpoints" / "step_00000003")
     exported = load_file(out / "model.safetensors")
     for name, tensor in exported.items():
-        assert torch.equal(tensor.double(), torch.from_numpy(state["parameter", name]))  # type: ignore[index]
+        assert torch.equal(tensor.double(), torch.from_numpy(saved["parameter", name]))
     assert (out / "tokenizer.json").exists()
     manifest = msgspec.json.decode((out / "config.json").read_bytes())
     assert manifest["architectures"] == ["LlamaForCausalLM"]
