@@ -101,7 +101,7 @@ def place_choice(question: Question, problem: Problem, solution: Solution) -> Pl
     planned = set(question.pricing.workflow.model_stages)
     others = tuple(emu for emu in before.emus if emu.model_stage not in planned)
     nodes = [node.slots for node in question.pricing.cluster.nodes]
-    current = Plan(before.epoch, tuple(emu for emu in before.emus if emu.model_stage in planned))
+    current = replace(before, emus=tuple(emu for emu in before.emus if emu.model_stage in planned))
     used = dict(question.next_ordinals)
     for emu in question.current.emus if question.current else ():
         used[emu.model_stage] = max(used.get(emu.model_stage, 0), emu.ordinal + 1)
@@ -120,7 +120,7 @@ def intact(question: Question) -> Plan:
     pool = {slot for node in question.pricing.cluster.nodes for slot in node.slots}
     planned = set(question.pricing.workflow.model_stages)
     kept = tuple(emu for emu in current.emus if emu.model_stage not in planned or pool.issuperset(emu.slots))
-    return Plan(current.epoch, kept)
+    return replace(current, emus=kept)
 
 
 def replications(plan: Plan) -> dict[ModelStage, Replication]:
@@ -157,4 +157,4 @@ def _too_large(question: Question, lean: Candidate) -> Infeasible:
 
 
 def _joined(plan: Plan, others: tuple[Emu, ...]) -> Plan:
-    return Plan(plan.epoch, tuple(sorted((*plan.emus, *others))))
+    return replace(plan, emus=tuple(sorted((*plan.emus, *others))))

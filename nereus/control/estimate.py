@@ -112,6 +112,7 @@ def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] 
         return None
     space = replace(
         pricing.space,
+        recompute=(stage in plan.recomputed,),
         largest_tp=replication.layout.tp,
         largest_pp=replication.layout.pp,
         tp_across_nodes=True,
@@ -167,10 +168,13 @@ def _unit_seconds(pricing: Pricing, plan: Plan) -> dict[str, float]:
 
 
 def live_space(*, micro_batch_tokens: int, max_live: int, compute_bytes: float, recompute: bool) -> Space:
-    """Return what a running job can choose from: its micro-batches and its engine are what they are."""
+    """Return what a running job can choose from: its micro-batches and its engine are what they are.
+
+    Recomputation that was asked for stays; it is chosen otherwise where memory is short.
+    """
     return Space(
         uneven=True,
-        recompute=(recompute,),
+        recompute=(True,) if recompute else (False, True),
         generation_pp=False,
         micro_batch_tokens=micro_batch_tokens,
         max_live=max_live,

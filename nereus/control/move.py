@@ -64,7 +64,7 @@ def move(pricing: Pricing, current: Plan, target: Plan) -> Move:
     if lost:
         return Move(None, 0.0, 0, 0, gone, f"no intact unit holds {', '.join(lost)}: only a checkpoint has it")
     memory, moving = _memories(pricing, current, target)
-    kept = Plan(target.epoch, tuple(emu for emu in target.emus if emu.model_stage not in gone))
+    kept = replace(target, emus=tuple(emu for emu in target.emus if emu.model_stage not in gone))
     rates = _rates(pricing)
     seconds = PrimitiveSeconds(rates, moving)
     groups = tuple(pricing.workflow.concurrency_groups())

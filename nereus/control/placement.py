@@ -269,5 +269,6 @@ def _placement(
             share = sum(_resident_share(held, group, layout, rank) for rank, group in enumerate(groups))
             kept_bytes += round(share * one.candidate.resident_bytes)
             moved_bytes += round((len(slots) - share) * one.candidate.resident_bytes)
-    plan = Plan(current.epoch + 1, tuple(sorted(emus)))
+    recomputed = sorted({one.candidate.model_stage for one in wanted if one.candidate.recompute})
+    plan = Plan(current.epoch + 1, tuple(sorted(emus)), tuple(recomputed))
     return Placement(plan, next_ordinals, kept_bytes, moved_bytes, memory, tuple(cross_node))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from nereus.control.breakdown import as_replicated
+from nereus.control.breakdown import Pricing, as_replicated
 from nereus.control.candidates import Space
 from nereus.control.choose import Question, choose, intact, place_choice, replications, stated
 from nereus.control.controller import PlanFound, Proposal, Widening
@@ -21,7 +21,7 @@ from nereus.control.move import move
 from nereus.control.placement import Placement
 from nereus.control.problem import Candidate, Infeasible, Problem, Solution, evaluate, gib, usable_bytes
 from nereus.control.search import alternatives, solve_groupings
-from nereus.core.plan import ModelStage, Plan
+from nereus.core.plan import ModelStage, Plan, Replication
 
 MOST_PROPOSALS = 8
 """So many plans at most are placed and priced for one answer: the fastest, then those that keep more of what runs."""
@@ -68,7 +68,8 @@ def widened(space: Space, widening: Widening) -> Space:
 def latency_now(question: Question) -> float:
     """Return the predicted step time of the current plan; infinite where it cannot go on, or where there is none.
 
-    Each model-stage is taken at its fastest micro-batch that fits, as the planner would have set it.
+    Each model-stage is taken at its fastest micro-batch that fits, as the planner would have set it, and recomputes as
+    the plan says.
     """
     current = question.current
     if current is None or len(intact(question).emus) < len(current.emus):
@@ -77,7 +78,7 @@ def latency_now(question: Question) -> float:
     problem = stated(replace(question, pins=()))
     listed = {member.model_stage: now.get(member.model_stage) for member in problem.members()}
     choices = {
-        stage: as_replicated(question.pricing, stage, replication) if replication else ()
+        stage: _as_running(question.pricing, stage, replication, current) if replication else ()
         for stage, replication in listed.items()
     }
     if not all(choices.values()):
@@ -87,6 +88,11 @@ def latency_now(question: Question) -> float:
     if isinstance(solution, Infeasible):
         solution = _as_placed(question, there, current)
     return math.inf if isinstance(solution, Infeasible) else solution.latency_s
+
+
+def _as_running(pricing: Pricing, stage: ModelStage, replication: Replication, current: Plan) -> tuple[Candidate, ...]:
+    running = replace(pricing, space=replace(pricing.space, recompute=(stage in current.recomputed,)))
+    return as_replicated(running, stage, replication)
 
 
 def _proposal(question: Question, choice: Solution, placement: Placement, now: float) -> Proposal:

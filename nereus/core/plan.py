@@ -131,6 +131,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     epoch: PlanEpoch
     emus: tuple[Emu, ...]
+    recomputed: tuple[ModelStage, ...] = ()
+    """Trained model-stages that keep no activations of a layer for the backward pass and compute them again."""
 
     def __post_init__(self) -> None:
         for model_stage in self.model_stages():
@@ -159,6 +161,10 @@ class Plan(msgspec.Struct, frozen=True):
 
     def slots(self) -> frozenset[SlotId]:
         return frozenset(slot for emu in self.emus for slot in emu.slots)
+
+    def equals(self, other: Plan) -> bool:
+        """Say whether both are the same but for their epochs."""
+        return frozenset(self.emus) == frozenset(other.emus) and self.recomputed == other.recomputed
 
     def overlaps(self, concurrent: Iterable[ModelStage]) -> tuple[SlotId, ...]:
         """Return the slots that more than one unit of the given, concurrently running model-stages uses."""

@@ -244,7 +244,7 @@ class Adaptation:
                 log.info("decided", decision=kind, because=because)
             case Search():
                 self._search(effect)
-            case BeginTransition(plan) if frozenset(plan.emus) == frozenset(self._plan.emus):
+            case BeginTransition(plan) if plan.equals(self._plan):
                 log.info("the plan that runs is the one that was found", epoch=self._plan.epoch)
                 if self.stuck:
                     self.restart = f"no other plan was found for what did not fit: {self.stuck}"

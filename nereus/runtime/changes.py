@@ -186,7 +186,7 @@ class PlanChanges:
     async def recover(self, units: Sequence[Emu]) -> list[str]:
         """Train on with intact units alone; everything else stays. Return the slots that did not follow."""
         others = (emu for stage in (POLICY_GENERATION, POLICY_WEIGHTS) for emu in self.plan.of(stage))
-        lost = await self._commit(self._numbered(Plan(0, (*units, *others))), "recovery")
+        lost = await self._commit(self._numbered(replace(self.plan, emus=(*units, *others))), "recovery")
         self._observer.plan(self.plan)
         return lost
 

@@ -42,6 +42,7 @@ def initial_plan(config: JobConfig) -> Plan:
             *_units(POLICY_GENERATION, rollout, train.slots),
             Emu(POLICY_WEIGHTS, 0, Layout(), (FIRST_VIRTUAL_SLOT,)),
         ),
+        (POLICY_TRAINING,) if config.train.recompute else (),
     )
 
 
@@ -96,6 +97,7 @@ def next_plan(
             *_successors(current, POLICY_GENERATION, rollout, others, ordinals),
             *current.of(POLICY_WEIGHTS),
         ),
+        current.recomputed,
     )
 
 

@@ -130,8 +130,11 @@ def stage_name(model_stage: ModelStage) -> str:
 
 
 def summarized(plan: Plan) -> str:
-    """Return the layouts of ``plan`` on one line: ``train d1t2p1 · generate d2t1p1``."""
-    return " · ".join(f"{stage_name(model_stage)} {layout}" for model_stage, layout in layouts(plan).items())
+    """Return the layouts of ``plan`` on one line: ``train d1t2p1 recomputed · generate d2t1p1``."""
+    return " · ".join(
+        f"{stage_name(model_stage)} {layout}{' recomputed' if model_stage in plan.recomputed else ''}"
+        for model_stage, layout in layouts(plan).items()
+    )
 
 
 def timeline(entries: Iterable[Entry]) -> Timeline:

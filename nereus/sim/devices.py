@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from nereus.bus.messages import GroupAccepted
-from nereus.core.plan import Emu, PlanEpoch, SlotId
+from nereus.core.plan import POLICY_TRAINING, Emu, Plan, PlanEpoch, SlotId
 from nereus.errors import OutOfMemory, TransitionError
 from nereus.sim.links import Links
 from nereus.sim.truth import Step, Truth
@@ -57,6 +57,7 @@ class _Round(Struct):
     """One step of the process groups of one plan."""
 
     units: tuple[Emu, ...]
+    recompute: bool
     step: int
     members: frozenset[SlotId]
     waiting: dict[SlotId, asyncio.Future[Step]] = msgspec.field(default_factory=dict)
@@ -78,15 +79,14 @@ class Collectives:
         self._rounds: dict[tuple[PlanEpoch, int], _Round] = {}
         self._hung: set[SlotId] = set()
 
-    def enter(
-        self, slot: SlotId, units: tuple[Emu, ...], epoch: PlanEpoch, step: int, batch: Batch | None
-    ) -> asyncio.Future[Step]:
+    def enter(self, slot: SlotId, plan: Plan, step: int, batch: Batch | None) -> asyncio.Future[Step]:
         """Enter a step; the future ends when the update is applied, or with ``TransitionError`` or ``OutOfMemory``."""
-        now = self._rounds.get((epoch, step))
+        now = self._rounds.get((plan.epoch, step))
         if now is None or now.over:
             self._rounds = {key: one for key, one in self._rounds.items() if not one.over}
+            units, recompute = plan.of(POLICY_TRAINING), POLICY_TRAINING in plan.recomputed
             members = frozenset(slot for unit in units for slot in unit.slots)
-            now = self._rounds[epoch, step] = _Round(units, step, members)
+            now = self._rounds[plan.epoch, step] = _Round(units, recompute, step, members)
             now.lacks = not members <= self._held.keys()
         future: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
         now.waiting[slot] = future
@@ -207,7 +207,7 @@ class Publications:
 class Devices:
     """All slots of one attempt of one run."""
 
-    def __init__(self, truth: Truth, *, budget: int, recompute: bool, minibatches: int, group_timeout_s: float) -> None:
+    def __init__(self, truth: Truth, *, budget: int, minibatches: int, group_timeout_s: float) -> None:
         self.truth = truth
         self.links = Links(truth.cluster)
         self.held: dict[SlotId, Held] = {}
@@ -220,7 +220,6 @@ class Devices:
         self.broken: dict[SlotId, Callable[[], None]] = {}
         """Of each slot of a generation unit: what its loss does to the unit."""
         self._budget = budget
-        self._recompute = recompute
         self._minibatches = minibatches
 
     @property
@@ -241,7 +240,7 @@ class Devices:
 
     def _time_step(self, one: _Round) -> Step:
         assert one.batch is not None, "the lead slot knows the batch"
-        took = step_of(self.truth, one.units, one.batch, one.step, self._budget, self._recompute, self._minibatches)
+        took = step_of(self.truth, one.units, one.batch, one.step, self._budget, one.recompute, self._minibatches)
         limit = self.truth.cluster.device.memory_bytes
         if took.peak_bytes > limit:
             raise OutOfMemory(f"step {one.step}", {"state and activations": took.peak_bytes}, round(limit))

@@ -192,7 +192,6 @@ class Simulation:
         devices = Devices(
             self.truth,
             budget=config.train.micro_batch_tokens,
-            recompute=config.train.recompute,
             minibatches=config.train.minibatches,
             group_timeout_s=config.cluster.group_timeout_s,
         )

@@ -207,7 +207,7 @@ class Trainer:
         lead = units[0].slots[0] == self._slot
         batch = self._batch(train) if lead else None
         try:
-            took = await self._devices.collectives.enter(self._slot, units, plan.epoch, train.step, batch)
+            took = await self._devices.collectives.enter(self._slot, plan, train.step, batch)
         except (TransitionError, OutOfMemory) as error:
             self._apart = True
             needed = sum(error.needed_bytes.values()) if isinstance(error, OutOfMemory) else 0

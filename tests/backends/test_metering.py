@@ -50,8 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(folder: Path, **job: Any) -> TorchTrainer:
-    slot = TorchTrainer(msgspec.convert(job, JobConfig))
-    slot.assign(EMU, Plan(1, (EMU,)), 7, store="")
+    config = msgspec.convert(job, JobConfig)
+    slot = TorchTrainer(config)
+    slot.assign(EMU, Plan(1, (EMU,), (POLICY_TRAINING,) if config.train.recompute else ()), 7, store="")
     slot.load(folder)
     return slot
 
@@ -150,6 +151,20 @@ def test_recomputation_keeps_little_more_than_the_inputs_of_layers(tmp_path: Pat
     assert per_layer > 8 * hidden
     assert (kept[4, True] - kept[2, True]) / 2 == hidden
     assert kept[2, True] - hidden > per_layer, "one layer is whole while its backward pass runs"
+
+
+def test_recomputation_comes_and_goes_with_the_plan(folder: Path) -> None:
+    changing, plain = trainer(folder), trainer(folder)
+    peaks = []
+    for step, recomputed in enumerate(((), (POLICY_TRAINING,), ())):
+        if step:
+            changing.assign(EMU, Plan(1 + step, (EMU,), recomputed), 7, store="")
+            assert changing.adopt() == step
+        peaks.append(changing.train(batch(step=step)).peak_bytes)
+        plain.train(batch(step=step))
+    assert peaks[1] < peaks[0] == peaks[2]
+    for kind, tensor in state(plain).items():
+        assert torch.allclose(tensor, state(changing)[kind], atol=1e-6)
 
 
 def test_reports_carry_lengths_peak_and_operations(folder: Path) -> None:

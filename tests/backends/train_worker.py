@@ -28,7 +28,7 @@ from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication
 from nereus.errors import OutOfMemory, TransitionError
 
 
-def make_plan(layout: str, epoch: int) -> Plan:
+def make_plan(layout: str, epoch: int, *, recompute: bool = False) -> Plan:
     """Return a plan with units on slots 0, 1, 2, ... in order."""
     replication = Replication.parse(layout)
     size = replication.layout.slots
@@ -38,6 +38,7 @@ def make_plan(layout: str, epoch: int) -> Plan:
             Emu(POLICY_TRAINING, unit, replication.layout, tuple(range(unit * size, (unit + 1) * size)))
             for unit in range(replication.dp)
         ),
+        (POLICY_TRAINING,) if recompute else (),
     )
 
 
@@ -47,7 +48,8 @@ def read_batch(path: Path) -> TrainBatch:
 
 
 def run_case(folder: Path, case: dict[str, Any], slot: int, store: str, clock: dict[str, float]) -> None:
-    plan = make_plan(case["layout"], case["epoch"])
+    recompute = case["config"].get("train", {}).get("recompute", False)
+    plan = make_plan(case["layout"], case["epoch"], recompute=recompute)
     emu = next(unit for unit in plan.emus if slot in unit.slots)
     trainer = TorchTrainer(msgspec.convert(case["config"], JobConfig))
     trainer.assign(emu, plan, slot, store=store)

@@ -127,7 +127,7 @@ def test_units_of_no_algorithm_stay() -> None:
     asked = running(question())
     assert asked.current is not None
     relay = Emu(POLICY_WEIGHTS, 0, Layout(), (4000,))
-    current = replace(asked.current, emus=(*asked.current.emus, relay))
+    current = replace(asked.current, emus=(*asked.current.emus, relay), recomputed=(POLICY_TRAINING,))
     longer = replace(WORKLOAD, responses=Lengths.fixed(12288))
     asked = replace(asked, current=current, pricing=replace(asked.pricing, workload=longer))
     proposals = propose(asked)
@@ -206,3 +206,23 @@ def test_the_controller_restarts_when_trained_state_is_gone() -> None:
     lost = tuple(sorted({emu.slots[0] for emu in asked.current.of(POLICY_TRAINING)}))
     effects = drive(asked, lost)
     assert isinstance(effects[-1], Restart)
+
+
+def test_what_does_not_fit_otherwise_is_recomputed_and_the_plan_says_so() -> None:
+    def found(recompute: tuple[bool, ...]) -> Plan | Infeasible:
+        asked = question(slots=8)
+        space = Space(recompute=recompute, micro_batch_tokens=16384)
+        placed = start_plan(replace(asked, pricing=replace(asked.pricing, space=space)))
+        return placed.placement.plan if isinstance(placed, Found) else placed
+
+    assert isinstance(found((False,)), Infeasible)
+    plan = found((False, True))
+    assert isinstance(plan, Plan) and plan.recomputed == (POLICY_TRAINING,)
+
+
+def test_a_plan_that_runs_is_priced_as_it_recomputes() -> None:
+    asked = running(replace(question(), pricing=replace(question().pricing, space=Space(recompute=(False,)))))
+    assert asked.current is not None and asked.current.recomputed == ()
+    either = replace(asked, pricing=replace(asked.pricing, space=Space()))
+    again = replace(either, current=replace(asked.current, recomputed=(POLICY_TRAINING,)))
+    assert latency_now(asked) == latency_now(either) < latency_now(again)

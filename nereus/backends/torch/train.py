@@ -80,6 +80,7 @@ class _Place:
     replica: int
     replication: Replication
     lead: SlotId
+    recompute: bool
 
     @classmethod
     def of(cls, emu: Emu, plan: Plan, slot: SlotId) -> _Place:
@@ -87,7 +88,8 @@ class _Place:
         if emu not in units or slot not in emu.slots:
             raise ValueError(f"slot {slot} is not one of {emu}, or the plan of epoch {plan.epoch} lacks that unit")
         replication = Replication(len(units), emu.layout)
-        return cls(emu, emu.slots.index(slot), units.index(emu), replication, units[0].slots[0])
+        recompute = POLICY_TRAINING in plan.recomputed
+        return cls(emu, emu.slots.index(slot), units.index(emu), replication, units[0].slots[0], recompute)
 
     @property
     def pp_rank(self) -> int:
@@ -232,7 +234,7 @@ class TorchTrainer:
             _log.info("vocabulary kept whole on every tp rank", vocabulary=blueprint.vocabulary, tp=layout.tp)
         optimizer.refresh()
         self._kept_meter = None
-        self._share_of_policy = self._build(blueprint.build(), optimizer.compute, self._train.recompute)
+        self._share_of_policy = self._build(blueprint.build(), optimizer.compute, self._placed.recompute)
         self._collect_gradients(self._share_of_policy)
         self._share_of_reference = None
         if self._reference_folder is not None:
@@ -750,6 +752,7 @@ class TorchTrainer:
         if self._share_of_policy is None:
             with _noted("build"):
                 self._compute()
+        self._policy.stage.recompute = self._placed.recompute
         return self._step
 
     def abandon(self) -> None:
