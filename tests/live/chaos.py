@@ -99,7 +99,7 @@ class Trial:
             delay_s = rng.uniform(0.0, 0.3) if inside else rng.uniform(0.0, 1.0)
             after = 1 if inside else rng.randint(1, 5)
             strikes.append(Strike(victim, how, inside, after, delay_s, rng.choice((1.0, LIVENESS_S + 3.0))))
-        rollout = f"d{rng.randint(1, SLOTS - TRAIN_SLOTS[train])}t1p1"
+        rollout = f"d{SLOTS - TRAIN_SLOTS[train]}t1p1"
         return cls(seed, train, rollout, "; ".join(changes), tuple(strikes))
 
     @property
@@ -238,7 +238,8 @@ def run_trial(trial: Trial, folder: Path, cache: Path) -> Result:
     resumed = 0
     while code and not result.problems and resumed < 3:
         resumed += 1
-        _await_end(job.folder, result)
+        if code > 0:  # the workers of a killed supervisor wait for the next one
+            _await_end(job.folder, result)
         code, output = _run(job.start(*trial.words, "--resume"), result)
         _judge_end(code, output, result, excused=False)
     result.outcome = "finished" if not how else f"{how}; resumed" + (f" x{resumed}" if resumed > 1 else "")
