@@ -246,6 +246,22 @@ def explain(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = Fal
 
 
 @app.command
+def replay(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Tell a fresh controller what a run's own was told, and compare what it decides.
+
+    Parameters
+    ----------
+    folder
+        The run folder, of a live or a simulated run.
+    json
+        Print one JSON object.
+    """
+    from nereus.commands import replay as command
+
+    return command.replay(folder, as_json=json)
+
+
+@app.command
 def status(folder: Path, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Show how a run is doing.
 

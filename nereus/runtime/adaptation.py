@@ -44,6 +44,7 @@ from nereus.core.cluster import Cluster
 from nereus.core.plan import Plan, PlanEpoch, SlotId
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Journal
+from nereus.runtime.replaying import to_plain
 from nereus.runtime.schedule import Schedule, Wish
 from nereus.runtime.searching import Answered, Asked, Searcher
 
@@ -234,6 +235,7 @@ class Adaptation:
     # The controller
 
     def _tell(self, event: Event) -> None:
+        self._journal.append(record.Happened(event=to_plain(event)))
         for effect in self._controller.on(event):
             self._act(effect)
 

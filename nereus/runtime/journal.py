@@ -109,6 +109,13 @@ class Decided(_Record, frozen=True, tag="decided", kw_only=True):
     """Units are in the names; what is not finite is written as null and read as None."""
 
 
+class Happened(_Record, frozen=True, tag="happened", kw_only=True):
+    """What the controller was told (``nereus.control.controller``): ``nereus replay`` tells it to another one."""
+
+    event: Mapping[str, Any]
+    """Its fields and its ``type``; numbers that are not finite stand as text."""
+
+
 class Compared(_Record, frozen=True, tag="compared", kw_only=True):
     """What was predicted of the plan of ``epoch``, beside what was measured."""
 
@@ -220,6 +227,7 @@ Record = (
     | TransitionBegun
     | TransitionEnded
     | Decided
+    | Happened
     | Compared
     | Granted
     | Accepted

@@ -774,7 +774,9 @@ class Supervisor:
     def _hold_training(self, why: str) -> None:
         """Let no step begin before what is left of the trainers has agreed on one."""
         if not self._started:
-            raise RunFailed(f"{why}, before the first step")
+            # A worker that says what is wrong with it would say so again; one that was struck need not be.
+            faults = any(worker.fault for worker in self._fleet.of(POLICY_TRAINING))
+            raise (RunFailed if faults else StateLost)(f"{why}, before the first step")
         if self._hold is None:
             self._holds += 1
             if self._holds > MAX_HOLDS:

@@ -170,7 +170,8 @@ class Publications:
         """Drop what is half-pushed."""
         self._pushed.clear()
         for verified in self._verified.values():
-            verified.set_result(False)
+            if not verified.done():
+                verified.set_result(False)
         self._verified.clear()
 
     def relay_lost(self) -> None:
@@ -201,7 +202,8 @@ class Publications:
             del self._verified[version]
             self.visible = version
             self.tell(version, took)
-            verified.set_result(True)
+            if not verified.done():  # nobody may wait for it any more
+                verified.set_result(True)
 
 
 class Devices:

@@ -121,7 +121,11 @@ class Trainer:
                 gone = frozenset(groups)
                 self._groups = {ref: held for ref, held in self._groups.items() if ref.group not in gone}
             case Publish(version):
-                return Ok() if await self._push(version) else Refused(f"version {version} has not become visible")
+                return (
+                    Ok()
+                    if await asyncio.shield(self._push(version))
+                    else Refused(f"version {version} has not become visible")
+                )
             case Stand():
                 held = self._held
                 return Standing(held.step, held.ready, False, tuple(sorted(held.replicas)))

@@ -30,6 +30,8 @@ def test_a_run_is_simulated_and_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told["summary"]["lost"] == 1
     assert execute(["explain", str(folder)]) == 0
     assert "slot-9" in capsys.readouterr().out
+    assert execute(["replay", str(folder)]) == 0
+    assert "all are reproduced" in capsys.readouterr().out
     assert execute(["status", str(folder)]) == 0
     assert "finished" in capsys.readouterr().out
 
