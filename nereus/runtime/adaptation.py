@@ -96,6 +96,10 @@ class Adaptation:
         self._pool = frozenset(slot.id for slot in cluster.slots())
         self._supply = deque(parse_supply(config.emulate.slots))
         self._drained: set[SlotId] = set()
+        self._present: frozenset[SlotId] = frozenset()
+        """Slots that answered when ``watch`` looked last."""
+        self._missing = True
+        """Whether any slot of the pool may be away."""
         self._away: dict[SlotId, float] = {}
         """Slots that do not answer, and since when."""
         self._pending: BeginTransition | None = None
@@ -183,6 +187,7 @@ class Adaptation:
         now = frozenset(slots)
         added, revoked = tuple(sorted(now - self._pool)), tuple(sorted(self._pool - now))
         self._pool = now
+        self._missing = True
         if added or revoked:
             self._tell(PoolChanged(self._step, added, revoked))
 
@@ -200,11 +205,15 @@ class Adaptation:
             self._pool -= absent  # what is not there at the start is not waited for, but welcome
             self._away |= dict.fromkeys(absent, now)
             self._spawn(self._searcher.prepare(), "prepare-search")
+        present = frozenset(alive)
+        if present == self._present and not self._missing:
+            return  # nobody has come or gone, and nobody is waited for
+        self._present, self._missing = present, True
         left = self._drained - frozenset(alive)
         self._drained -= left
         for slot in sorted((left | (self._pool - frozenset(alive))) - self._away.keys()):
             self._away[slot] = now
-        back = tuple(slot for slot in self._away if slot in alive)
+        back = tuple(slot for slot in self._away if slot in present)
         for slot in back:
             del self._away[slot]
         known = frozenset(slot.id for slot in self._cluster.slots())
@@ -220,6 +229,7 @@ class Adaptation:
         if given_up:
             self._pool -= frozenset(given_up)
             self._tell(SlotsLost(self._step, given_up))
+        self._missing = any(slot in self._pool for slot in self._away)
 
     def answered(self, answered: Answered) -> None:
         """Take the answer to a search."""

@@ -107,7 +107,14 @@ class Fleet:
 
     def slots(self) -> list[SlotId]:
         """Return the slots whose worker is alive and stays, in order."""
-        return sorted(worker.slot for worker in self if worker.slot >= 0 and worker.alive and not worker.retired)
+        starting, gone = State.STARTING, State.GONE
+        return sorted(
+            [
+                worker.slot
+                for worker in self._workers.values()
+                if worker.slot >= 0 and worker.state is not starting and worker.state is not gone and not worker.retired
+            ]
+        )
 
     def of(self, stage: object) -> list[Worker]:
         """Return the workers whose unit belongs to a model-stage; the list is shared: do not change it."""

@@ -61,7 +61,7 @@ NOTICE_S = 120.0
 SEARCH_S = 2.0
 """Ours: what a search of the planner takes."""
 
-TICK_S = 5.0
+TICK_S = 10.0
 MAX_RESTORES = 3
 """How often a run goes back to a checkpoint without coming further than before, as live."""
 

@@ -42,6 +42,8 @@ HOST_DECODE_S = 350e-6
 HOST_SEQUENCE_S = 1.2e-6
 """Ours: scheduling and sampling of an engine's step, and for each sequence in it."""
 
+BLOCK_TOKENS = 16
+
 WORKSPACE_BYTES = 2.1e9
 """Ours: context, libraries and communicators of a slot."""
 
@@ -68,6 +70,7 @@ class Truth:
         self._chip = chip_of(cluster.device)
         self._node_of = {slot.id: slot.host for slot in cluster.slots()}
         self._decode: dict[tuple[Layout, bool, int], Array] = {}
+        self._prefill: dict[tuple[Layout, int], float] = {}
 
     # Training
 
@@ -225,8 +228,14 @@ class Truth:
         return per_token / (self._device.bytes_per_s * self._chip.cache) / self._drifted(OperationClass.CACHE, step)
 
     def prefill_s(self, layout: Layout, tokens: int) -> float:
-        """Return the seconds of computing a prompt."""
-        rows = np.array([float(max(1, tokens))])
+        """Return the seconds of computing a prompt; lengths count in blocks, as engines keep them."""
+        blocks = max(1, -(-tokens // BLOCK_TOKENS))
+        if (layout, blocks) not in self._prefill:
+            self._prefill[layout, blocks] = self._prompt_s(layout, blocks * BLOCK_TOKENS)
+        return self._prefill[layout, blocks]
+
+    def _prompt_s(self, layout: Layout, tokens: int) -> float:
+        rows = np.array([float(tokens)])
         products = sum(float(product_s(self._chip, self._device, rows, o, i)[0]) for i, o in self._products(layout.tp))
         core = attention_s(self._chip, self._device, rows, rows**2, self.shape.heads / layout.tp, self.shape.head_dim)
         return self.shape.layers * (products + float(core[0])) / IN_CONCERT + HOST_DECODE_S
