@@ -30,6 +30,13 @@ def _begun(job: Job, process: subprocess.Popen[str], step: int) -> None:
     job.wait_for(process, lambda entry: isinstance(entry.record, record.StepBegun) and entry.record.step == step)
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
 def _ended_well(job: Job, process: subprocess.Popen[str], *, attempts: int = 2) -> list[record.Readopted]:
     code, output = finish(process)
     assert code == 0, output[-3000:]
@@ -47,8 +54,7 @@ def test_a_killed_supervisor_is_replaced_and_its_workers_go_on(job: Job) -> None
     first = job.start(*WORDS)
     _begun(job, first, 6)
     before = _pids(job)
-    first.kill()
-    first.wait()
+    _kill(first)
     second = job.start(*WORDS, "--resume")
     [readopted] = _ended_well(job, second)
     assert readopted.step in (6, 7)
@@ -84,8 +90,7 @@ def test_a_worker_lost_with_the_supervisor_is_replaced(job: Job) -> None:
     first = job.start(*WORDS)
     _begun(job, first, 6)
     before = _pids(job)
-    first.kill()
-    first.wait()
+    _kill(first)
     kill(before["slot-1"])
     [readopted] = _ended_well(job, job.start(*WORDS, "--resume"))
     assert readopted.lost == ("slot-1",)
@@ -96,8 +101,7 @@ def test_a_worker_lost_with_the_supervisor_is_replaced(job: Job) -> None:
 def test_workers_without_a_supervisor_leave(job: Job) -> None:
     first = job.start(*WORDS, "--bus.orphan-s", "3")
     _begun(job, first, 2)
-    first.kill()
-    first.wait()
+    _kill(first)
     deadline = time.monotonic() + 60.0
     while left := list(leftovers(job.folder)):
         assert time.monotonic() < deadline, left
@@ -109,8 +113,7 @@ def test_other_settings_replace_the_workers_and_go_back_to_the_checkpoint(job: J
     first = job.start(*WORDS)
     _begun(job, first, 6)
     before = _pids(job)
-    first.kill()
-    first.wait()
+    _kill(first)
     words = ("--run.steps", "10", *WORDS[2:])
     code, output = job.run(*words, "--resume")
     assert code == 0, output[-3000:]
