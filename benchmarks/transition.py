@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.planning.clock import calibrated, calibration_s
 from benchmarks.transitions.growth import growth
-from benchmarks.transitions.per_component import deadlocks
-from benchmarks.transitions.plans import OVERLAPS, Scenario, overlaps, scenario
 from nereus.core.cluster import Link
+from nereus.sim.coordination import arrives
+from nereus.sim.policies.per_component import deadlocks
+from nereus.sim.scenarios import OVERLAPS, Scenario, overlaps, scenario
 from nereus.transition.compile import MAX_VARIANTS, compile_transition
 from nereus.transition.cost import PrimitiveSeconds, TransferRates, makespan
-from nereus.transition.primitive import Park, Replica, Stuck, TransitionDag
+from nereus.transition.primitive import Park, Stuck, TransitionDag
 from nereus.transition.run import TransitionRun
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -119,24 +120,6 @@ def schedule(count: int) -> dict[str, Any]:
         "gap_worst": max(gaps, default=None),
         "within_2_percent": sum(gap <= 0.02 for gap in gaps),
     }
-
-
-def arrives(dag: TransitionDag, rng: random.Random) -> bool:
-    """Run in random finishing order; the books raise at the first broken rule."""
-    run = TransitionRun(dag)
-    running: list[str] = []
-    try:
-        while not run.finished:
-            running += [primitive.id for primitive in run.ready()]
-            if not running:
-                return False
-            run.done(running.pop(rng.randrange(len(running))))
-    except ValueError:
-        return False
-    return all(
-        sorted(run.ledger.replicas(model_stage)) == sorted(map(Replica.of, dag.target.of(model_stage)))
-        for model_stage in {*dag.current.model_stages(), *dag.target.model_stages()}
-    )
 
 
 def arrival(count: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.transitions.plans import GIB, SLOTS_PER_NODE, Scenario, hosts
 from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId
 from nereus.core.workflow import Algorithm, workflow
+from nereus.sim.scenarios import GIB, SLOTS_PER_NODE, Scenario, hosts
 from nereus.transition.primitive import Memory
 
 FLOW = workflow(Algorithm.PPO, asynchronous=True)

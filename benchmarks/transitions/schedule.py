@@ -15,8 +15,8 @@ from typing import Any
 
 from pyscipopt import Model, quicksum
 
-from benchmarks.transitions.plans import Scenario
 from nereus.core.plan import SlotId
+from nereus.sim.scenarios import Scenario
 from nereus.transition.compile import MAX_STRIPES
 from nereus.transition.diff import StageDiff, diff
 from nereus.transition.ledger import groups_of

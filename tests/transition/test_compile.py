@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.transitions.plans import scenario
 from nereus.core.cluster import Link
 from nereus.core.plan import Emu, Layout, ModelStage, Plan
+from nereus.sim.scenarios import scenario
 from nereus.transition import compile as compile_module
 from nereus.transition.compile import MAX_STRIPES, compile_transition, nominal_seconds
 from nereus.transition.cost import PrimitiveSeconds, TransferRates, makespan, traffic

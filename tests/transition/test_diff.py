@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.transitions.plans import scenario
 from nereus.core.plan import Layout
+from nereus.sim.scenarios import scenario
 from nereus.transition.cost import traffic
 from nereus.transition.diff import canonical_parts, common_layout, diff
 from nereus.transition.primitive import Merge, Replica, Split

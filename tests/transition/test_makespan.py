@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.transitions.plans import scenario
 from nereus.core.cluster import Cluster, Device, Link, uniform_nodes
 from nereus.core.plan import Layout
+from nereus.sim.scenarios import scenario
 from nereus.transition.compile import compile_transition
 from nereus.transition.cost import (
     PrimitiveSeconds,

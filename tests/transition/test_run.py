@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.transitions.plans import OVERLAPS, Scenario, overlaps, scenario
 from nereus.core.plan import Emu, Layout, Plan
+from nereus.sim.scenarios import OVERLAPS, Scenario, overlaps, scenario
 from nereus.transition import compile as compile_module
 from nereus.transition.compile import compile_transition
 from nereus.transition.ledger import Ledger

@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from benchmarks.transitions.plans import Scenario
 from nereus.core.plan import ModelStage, SlotId
+from nereus.sim.scenarios import Scenario
 from nereus.transition.diff import StageDiff, diff
 from nereus.transition.ledger import groups_of
 from nereus.transition.primitive import Replica

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from nereus.sim.policies.restart import Growth, Pipes, System, fixed_s, moving_s
+
+GROWTH = Growth(2, 4, 200e9, 400e9)
+
+
+@given(some.sampled_from(list(System)), some.floats(1.0, 5.0), some.booleans())
+def test_more_state_and_slower_pipes_never_make_a_system_faster(system: System, factor: float, moves: bool) -> None:
+    small = Growth(2, 4, 200e9, 400e9, moves)
+    large = Growth(2, 4, 200e9 * factor, 400e9 * factor, moves)
+    slow = Pipes(2e9 / factor, 0.8e9 / factor, 25e9 / factor, 256e9 / factor)
+    assert moving_s(system, large, Pipes()) >= moving_s(system, small, Pipes())
+    assert moving_s(system, small, slow) >= moving_s(system, small, Pipes())
+
+
+def test_storage_is_dearer_than_memory_and_conversion_is_dearest() -> None:
+    seconds = {system: moving_s(system, GROWTH, Pipes()) for system in System}
+    assert seconds[System.UCP] > seconds[System.MCP] > seconds[System.TENPLEX] > seconds[System.GEMINI]
+    assert seconds[System.UCP] == pytest.approx(200 / 4 + 200 / 0.8 + 400 / 2)
+
+
+def test_fitting_meets_the_figure_unless_moving_alone_takes_longer() -> None:
+    moving = moving_s(System.GEMINI, GROWTH, Pipes())
+    assert fixed_s(System.GEMINI, GROWTH, Pipes(), moving + 20) == pytest.approx(20)
+    assert fixed_s(System.GEMINI, GROWTH, Pipes(), moving - 1) == 0
