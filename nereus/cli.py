@@ -205,7 +205,7 @@ def simulate(
 ) -> int:
     """Run a job on simulated slots, on virtual time: the same decisions, at any size.
 
-    nereus simulate launchers/simulated/grpo_8b.toml --trace paper-growth
+    nereus simulate launchers/simulated/grpo_8b.toml --trace h20-grpo
 
     Parameters
     ----------
