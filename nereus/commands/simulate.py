@@ -21,11 +21,12 @@ from nereus.core.profiles import load_model
 from nereus.errors import ConfigError
 from nereus.runtime.display import make_display
 from nereus.runtime.folder import RunFolder
+from nereus.runtime.placement import initial_plan
 from nereus.runtime.resume import JOB_FILE
 from nereus.runtime.wire import store_config
 from nereus.sim.policy import Nereus, Policy
 from nereus.sim.recorded import Recorded, record
-from nereus.sim.simulation import Failures
+from nereus.sim.simulation import Failures, check_start
 from nereus.sim.trace import Trace, load_trace
 
 UNCHANGING = Trace("none", "nothing changes")
@@ -47,6 +48,8 @@ def simulate(
     config = job.config
     course = UNCHANGING if trace is None else load_trace(trace)
     check(config, course)
+    if policy is None:
+        check_start(initial_plan(config), course.slots_at(0, 0.0) or config.cluster.slots)
     shape = load_model(config.model.path)
     folder = RunFolder.create(Path(config.run.dir), config.run.name, path=run_dir)
     try:

@@ -106,6 +106,17 @@ class SimulatedCheckpoints(CheckpointStore):
         return Path(f"step_{step:08d}")
 
 
+def check_start(plan: Plan, present: int) -> None:
+    """Refuse a first plan that uses more than the slots from 0 on that are ``present``; ``ConfigError`` says so."""
+    missing = sum(present <= slot < FIRST_VIRTUAL_SLOT for slot in plan.slots())
+    if missing:
+        raise ConfigError(
+            f"the first plan uses {missing} slots that are not there at the start",
+            where="train.layout, rollout.layout",
+            remedy=f"use layouts for {present} slots, or another trace",
+        )
+
+
 class Simulation:
     """One simulated run."""
 
@@ -258,13 +269,7 @@ class Simulation:
 
     def _first_plan(self) -> Plan:
         plan = self.policy.first_plan(self.config, len(self._present))
-        missing = sorted(slot for slot in plan.slots() - self._present if slot < FIRST_VIRTUAL_SLOT)
-        if missing:
-            raise ConfigError(
-                f"the first plan uses {len(missing)} slots that are not there at the start",
-                where="train.layout, rollout.layout",
-                remedy=f"use layouts for {len(self._present)} slots, or another trace",
-            )
+        check_start(plan, len(self._present))
         return plan
 
     def _restored(self) -> Origin:
