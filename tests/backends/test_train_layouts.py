@@ -386,7 +386,7 @@ def test_a_slot_without_memory_ends_the_step_everywhere(tmp_path: Path) -> None:
         found = [json.loads((tmp_path / f"{case['name']}-{slot}.json").read_text()) for slot in range(last + 1)]
         assert "needs" in found[-1]["exhausted"] and f"on slot {last}" in found[-1]["exhausted"]
         assert all("lost a peer" in other["lost"] for other in found[:-1])
-        assert all(slot["seconds"] < 20 for slot in found), "well below the time-out of its groups, 60 s"
+        assert all(slot["seconds"] < 45 for slot in found), "below the time-out of its groups, 60 s"
 
 
 def test_emulated_links_are_paid_by_the_layouts_that_use_them(tmp_path: Path) -> None:
