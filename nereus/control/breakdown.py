@@ -98,20 +98,24 @@ def ways(
     return _listed(pricing, stage, pricing.list_of(stage), wanted, fitting)
 
 
-def as_replicated(pricing: Pricing, stage: ModelStage, replication: Replication) -> tuple[Candidate, ...]:
-    """Return the alternatives of exactly these units, also where the planner would not choose so many.
-
-    The list of a pool of just the units' slots, shares of the batch uneven where need be, names their number.
-    """
-    pool = pricing.cluster.resized(replication.slots)
-    space = replace(
-        pricing.space,
+def list_of_units(pricing: Pricing, stage: ModelStage, replication: Replication, space: Space) -> Priced:
+    """Return the price list of a pool of just these units' slots; degrees beyond theirs are left out."""
+    enough = replace(
+        space,
         largest_tp=replication.layout.tp,
         largest_pp=replication.layout.pp,
         tp_across_nodes=True,
         uneven=True,
     )
-    priced = pricing.list_of(stage, pool, space)
+    return pricing.list_of(stage, pricing.cluster.resized(replication.slots), enough)
+
+
+def as_replicated(pricing: Pricing, stage: ModelStage, replication: Replication) -> tuple[Candidate, ...]:
+    """Return the alternatives of exactly these units, also where the planner would not choose so many.
+
+    The list of a pool of just the units' slots, shares of the batch uneven where need be, names their number.
+    """
+    priced = list_of_units(pricing, stage, replication, pricing.space)
 
     def wanted(layout: Layout, dp: int) -> bool:
         return (layout, dp) == (replication.layout, replication.dp)

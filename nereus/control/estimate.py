@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nereus.control.breakdown import Pricing
+from nereus.control.breakdown import Pricing, list_of_units
 from nereus.control.candidates import Priced, Space
 from nereus.control.choose import Pin, Question
 from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass
@@ -110,15 +110,8 @@ def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] 
     replication = plan.replication(stage)
     if replication is None:
         return None
-    space = replace(
-        pricing.space,
-        recompute=(stage in plan.recomputed,),
-        largest_tp=replication.layout.tp,
-        largest_pp=replication.layout.pp,
-        tp_across_nodes=True,
-        uneven=True,
-    )
-    priced = pricing.list_of(stage, pricing.cluster.resized(replication.slots), space)
+    space = replace(pricing.space, recompute=(stage in plan.recomputed,))
+    priced = list_of_units(pricing, stage, replication, space)
     setups = priced.setups
     same = (setups.tp == replication.layout.tp) & (setups.pp == replication.layout.pp) & (setups.dp == replication.dp)
     rows = np.flatnonzero(same)

@@ -199,25 +199,25 @@ class Adaptation:
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         """Look after slots that are lost: one that does not come back in time is not counted on any more."""
+        present = frozenset(alive)
         if not self._prepared:
             self._prepared = True
-            absent = self._pool - frozenset(alive) - self._plan.slots()
+            absent = self._pool - present - self._plan.slots()
             self._pool -= absent  # what is not there at the start is not waited for, but welcome
             self._away |= dict.fromkeys(absent, now)
             self._spawn(self._searcher.prepare(), "prepare-search")
-        present = frozenset(alive)
         if present == self._present and not self._missing:
             return  # nobody has come or gone, and nobody is waited for
         self._present, self._missing = present, True
-        left = self._drained - frozenset(alive)
+        left = self._drained - present
         self._drained -= left
-        for slot in sorted((left | (self._pool - frozenset(alive))) - self._away.keys()):
+        for slot in sorted((left | (self._pool - present)) - self._away.keys()):
             self._away[slot] = now
         back = tuple(slot for slot in self._away if slot in present)
         for slot in back:
             del self._away[slot]
         known = frozenset(slot.id for slot in self._cluster.slots())
-        guests = tuple(sorted(frozenset(alive) - known - self._drained))
+        guests = tuple(sorted(present - known - self._drained))
         if guests:
             self._cluster = self._cluster.joined_by(guests)
         returned = tuple(slot for slot in back if slot not in self._pool and slot not in self._drained)
