@@ -24,7 +24,7 @@ import msgspec
 from nereus.actors.names import slot_worker
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Lend, Lent, Loan, Message, Return, Take, Vacate
-from nereus.core.plan import Emu, SlotId, Stage
+from nereus.core.plan import SlotId, Stage
 from nereus.errors import NereusError, TransitionError
 from nereus.transition.primitive import (
     Destroy,
@@ -142,7 +142,7 @@ class StateMoves:
     async def _move(self, primitive: Primitive) -> None:
         targets = [replica for replica in takers(primitive) if replica in self._ends.targets]
         by_lender: dict[SlotId, list[Move]] = defaultdict(list)
-        units = (list(map(_unit, replicas)) for replicas in (self._ends.origins, targets))
+        units = ([replica.unit for replica in replicas] for replicas in (self._ends.origins, targets))
         for move in moves(self._specs, self._layers, *units, held=self._held):
             by_lender[move.from_slot].append(move)
         lenders = sorted(by_lender)
@@ -197,10 +197,6 @@ class Ends(msgspec.Struct, frozen=True):
                 made.update(takers(primitive))
                 gone.update(() if isinstance(primitive, Extend) else givers(primitive))
         return cls(tuple(replica for replica in given if replica not in made), frozenset(made - gone))
-
-
-def _unit(replica: Replica) -> Emu:
-    return Emu(replica.model_stage, 0, replica.layout, replica.slots)
 
 
 def _for(slot: SlotId, loans: Iterable[Loan]) -> tuple[Loan, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from nereus.core.cluster import Cluster, Link
-from nereus.core.plan import Emu, Layout, SlotId
+from nereus.core.plan import Layout, SlotId
 from nereus.transition.primitive import (
     Destroy,
     Extend,
@@ -157,14 +157,10 @@ def traffic(
     """Return which pieces ``primitive`` copies between slots; what goes to and from host memory is not among them."""
     match primitive:
         case Split(source=source, parts=parts):
-            return moves(specs, layers, [_unit(source)], list(map(_unit, parts)), held=held)
+            return moves(specs, layers, [source.unit], [part.unit for part in parts], held=held)
         case Merge(parts=parts, target=target):
-            return moves(specs, layers, list(map(_unit, parts)), [_unit(target)], held=held)
+            return moves(specs, layers, [part.unit for part in parts], [target.unit], held=held)
         case Extend(sources=sources, target=target):
-            return moves(specs, layers, list(map(_unit, sources)), [_unit(target)], held=held)
+            return moves(specs, layers, [one.unit for one in sources], [target.unit], held=held)
         case Destroy() | Park() | Unpark():
             return ()
-
-
-def _unit(replica: Replica) -> Emu:
-    return Emu(replica.model_stage, 0, replica.layout, replica.slots)

@@ -29,6 +29,11 @@ class Replica(Struct, frozen=True, order=True, gc=False):
     def of(cls, emu: Emu) -> Replica:
         return cls(emu.model_stage, emu.layout, emu.slots)
 
+    @property
+    def unit(self) -> Emu:
+        """The replica as a unit, for index arithmetic: its ordinal means nothing."""
+        return Emu(self.model_stage, 0, self.layout, self.slots)
+
     def __str__(self) -> str:
         return f"{self.layout} on {','.join(map(str, self.slots))}"
 

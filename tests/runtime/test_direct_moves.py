@@ -37,7 +37,7 @@ def shares(plan: Plan) -> dict[SlotId, list[Piece]]:
 
 
 def units(replicas: tuple[Replica, ...]) -> list[Emu]:
-    return [Emu(replica.model_stage, 0, replica.layout, replica.slots) for replica in replicas]
+    return [replica.unit for replica in replicas]
 
 
 @pytest.mark.parametrize("seed", range(40))
