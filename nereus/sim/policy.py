@@ -7,10 +7,11 @@ decides: compiler, executor, admission of groups, losses, journal. So a baseline
 1. subclass ``Follower`` and overwrite what the baseline does (usually ``stepped``, ``watch`` and ``wish``; in ``wish``
    return a ``Wish`` or None, with ``placement.next_plan`` for the numbers of units);
 2. make a ``Policy``: its name, the source of its rules, ``first_plan`` (what it starts with) and ``planning``;
-3. pass it to ``simulation.simulate``.
+3. enter it in ``policies/named.py``.
 
 ``Circumstances.estimate`` is what is believed of speeds before the first step; ``Estimate.observed`` learns from steps,
-``question`` asks the planner, ``searching.solve`` answers. ``Circumstances.trace`` tells the future: for oracles only.
+``question`` asks the planner, ``searching.solve`` answers. ``Known`` tells what the world is really like and what will
+come: for oracles, and for baselines whose first plan is swept, as their users would by trying.
 """
 
 from __future__ import annotations
@@ -24,12 +25,24 @@ from nereus.config import JobConfig
 from nereus.control.estimate import Estimate, StepFacts
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Plan, SlotId
+from nereus.core.shape import ModelShape
 from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.journal import Journal
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
 from nereus.runtime.searching import Answered, Searcher
 from nereus.runtime.surroundings import RunFailed
+from nereus.sim.trace import Trace
+from nereus.sim.truth import Truth
+
+
+class Known(Struct, frozen=True):
+    """What nobody can know who runs a job for the first time."""
+
+    shape: ModelShape
+    cluster: Cluster
+    truth: Truth
+    trace: Trace
 
 
 class Circumstances(Struct, frozen=True):
@@ -47,6 +60,7 @@ class Circumstances(Struct, frozen=True):
     journal: Journal
     report: Callable[[Answered], None]
     """Tell the answer to a search here; it comes back as ``Planning.answered`` in its turn."""
+    known: Known
 
 
 class Policy(Protocol):
@@ -60,7 +74,7 @@ class Policy(Protocol):
     def source(self) -> str:
         """Where its rules are published."""
 
-    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
         """Return what the run starts with when ``slots`` slots, numbers 0 onwards, are there at the start."""
 
     def planning(self, now: Circumstances) -> Planning:
@@ -73,7 +87,7 @@ class Nereus(Struct, frozen=True):
     name: str = "nereus"
     source: str = "this project"
 
-    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
         """The layouts of the job file."""
         return initial_plan(config)
 
@@ -96,7 +110,7 @@ class Given(Struct, frozen=True):
     name: str = "given"
     source: str = "the job file"
 
-    def first_plan(self, config: JobConfig, slots: int) -> Plan:
+    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
         return initial_plan(config)
 
     def planning(self, now: Circumstances) -> Planning:

@@ -41,7 +41,7 @@ from nereus.runtime.surroundings import Observer, Origin, Outcome
 from nereus.sim.devices import Devices
 from nereus.sim.engine import Drawn
 from nereus.sim.noise import Noise
-from nereus.sim.policy import Circumstances, Nereus, Policy
+from nereus.sim.policy import Circumstances, Known, Nereus, Policy
 from nereus.sim.processes import VirtualProcesses
 from nereus.sim.slots import SimulatedRelay, SimulatedReward, SimulatedSlot
 from nereus.sim.trace import StepLengths, Trace
@@ -141,6 +141,7 @@ class Simulation:
         self.cluster: Cluster = cluster_of(self.config)
         self.noise = Noise(seed, scale=noise)
         self.truth = Truth(shape, self.cluster, self.noise, trace)
+        self._known = Known(shape, self.cluster, self.truth, trace)
         self._shape = shape
         self._seed = seed
         self._failures = failures
@@ -264,11 +265,12 @@ class Simulation:
                 SearchHere(SEARCH_S),
                 self.journal,
                 report,
+                self._known,
             )
         )
 
     def _first_plan(self) -> Plan:
-        plan = self.policy.first_plan(self.config, len(self._present))
+        plan = self.policy.first_plan(self.config, len(self._present), self._known)
         check_start(plan, len(self._present))
         return plan
 

@@ -1,0 +1,26 @@
+"""Which policy is meant by a name?
+
+Owner: commands that simulate or compare. Each entry makes a fresh policy. Invariants (tests/sim/test_named.py): a
+policy is known under the name that it has itself; a name that nobody has is refused with those that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nereus.errors import ConfigError
+from nereus.sim.policy import Given, Nereus, Policy
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "nereus": Nereus,
+    "given": Given,
+}
+
+
+def named(name: str) -> Policy:
+    """Return the policy that is called ``name``; ``ConfigError`` if there is none."""
+    if name not in POLICIES:
+        raise ConfigError(
+            f"no policy is called {name}", where="policies", remedy=f"name one of {', '.join(sorted(POLICIES))}"
+        )
+    return POLICIES[name]()
