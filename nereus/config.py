@@ -269,6 +269,10 @@ class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """How long one message of a plan change may go unanswered before the change is given up."""
     spare_mb: NonNegative = 4096
     """How much memory (10^6 bytes) a trainer slot on a CPU keeps of state that it gave up, for the next plan change."""
+    reserve_mb: NonNegative = 0
+    """How much memory (10^6 bytes) each trainer slot on a CPU makes ready at its start, beside the training, so that no
+    plan change waits for new pages: where those are slow, as in many virtual machines, as much as the largest share of
+    state and gradients that a plan may bring."""
 
 
 class EmulateConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True):

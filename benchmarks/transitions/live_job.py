@@ -55,6 +55,7 @@ learning_rate = 1e-6
 staleness = 1
 [adapt]
 timeout_s = 600.0
+reserve_mb = {reserve_mb}
 [checkpoint]
 every = 0
 keep = 1
@@ -87,12 +88,12 @@ class Change:
     """Longest of all slots, by what they were doing."""
 
 
-def write_job(folder: Path, model: Path, *, dtype: str, slots: int) -> Path:
+def write_job(folder: Path, model: Path, *, dtype: str, slots: int, reserve_mb: int) -> Path:
     """Write a job on ``model`` into ``folder``: tiny batches, so that nearly all of a run is its plan changes."""
     data, reward, job = folder / "rows.jsonl", folder / "reward.py", folder / "job.toml"
     data.write_text("".join(f'{{"prompt": "{i} + {i % 7} =", "answer": "{i + i % 7}"}}\n' for i in range(64)))
     reward.write_text(REWARD)
-    job.write_text(JOB.format(model=model, data=data, reward=reward, dtype=dtype, slots=slots))
+    job.write_text(JOB.format(model=model, data=data, reward=reward, dtype=dtype, slots=slots, reserve_mb=reserve_mb))
     return job
 
 

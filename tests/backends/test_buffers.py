@@ -74,6 +74,53 @@ def test_what_is_kept_is_bounded(buffers: SharedBuffers) -> None:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
+def test_neighbouring_room_is_joined_for_a_larger_tensor(buffers: SharedBuffers) -> None:
+    whole = buffers.empty(4 << 20, F32).fill_(1.0)
+    address = whole.data_ptr()
+    del whole
+    first, second = (buffers.empty(1 << 20, F32).fill_(5.0) for _ in range(2))
+    assert {first.data_ptr(), second.data_ptr()} == {address, address + (4 << 20)}
+    del first
+    assert not int(torch.count_nonzero(buffers.zeros(3 << 20, F32))), "the free parts are 4 and 8 MiB: this needs more"
+    del second
+    assert buffers.zeros(4 << 20, F32).data_ptr() == address
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_two_live_tensors_share_an_element(buffers: SharedBuffers, seed: int) -> None:
+    rng = random.Random(seed)
+    buffers.reserve(8 << 20)
+    live: list[tuple[torch.Tensor, int]] = []
+    for number in range(1, 200):
+        if live and rng.random() < 0.45:
+            live.pop(rng.randrange(len(live)))
+        clear = rng.random() < 0.5
+        tensor = (buffers.zeros if clear else buffers.empty)(rng.randint(1, 300_000), F32)
+        assert not clear or not int(torch.count_nonzero(tensor))
+        live.append((tensor.fill_(number), number))
+        assert all(bool((tensor == value).all()) for tensor, value in rng.sample(live, min(8, len(live))))
+    assert all(bool((tensor == value).all()) for tensor, value in live)
+    del tensor
+    live.clear()
+    buffers.empty(1, F32)
+    assert buffers.spare_bytes <= (64 << 20)
+
+
+def test_reserved_room_is_ready_and_stays(buffers: SharedBuffers) -> None:
+    buffers.keep(0)
+    thread = buffers.reserve(5_000_000)
+    assert thread is not None
+    tensor = buffers.zeros(1000, F32).fill_(2.0)
+    thread.join(30)
+    assert not thread.is_alive() and tensor.tolist() == [2.0] * 1000
+    place = buffers.locate(tensor)
+    assert place is not None and os.stat(place.path).st_blocks * 512 >= 5_000_000, "its pages are there"
+    del tensor
+    assert buffers.spare_bytes == 6 << 20
+    assert buffers.reserve(1 << 30) is None, "only the first call counts"
+    assert SharedBuffers().reserve(0) is None
+
+
 def test_only_what_lies_in_shared_memory_has_a_place(buffers: SharedBuffers) -> None:
     matrix = buffers.empty(12, F32).view(3, 4)
     place = buffers.locate(matrix[:, 1:3])

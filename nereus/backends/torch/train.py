@@ -151,6 +151,8 @@ class TorchTrainer:
         self._reference_folder: Path | None = None
         self._shared = buffers.PROCESS if self._device.type == "cpu" else None
         buffers.PROCESS.keep(config.adapt.spare_mb * 1_000_000)
+        if self._shared is not None:
+            self._shared.reserve(config.adapt.reserve_mb * 1_000_000)
         memory = TorchMemory(exact_dtype(self._dtype), self._device, self._shared)
         self._holdings: Holdings[FlatRoom] = Holdings(memory)
         self._room: FlatRoom | None = None
