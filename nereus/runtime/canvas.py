@@ -13,6 +13,8 @@ INK = "#1f2937"
 FAINT = "#9aa3af"
 GRID = "#e8eaee"
 BLUE = "#2563eb"
+PALETTE = (BLUE, "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9", "#84cc16")
+"""Colours of things that stand side by side."""
 
 _DOTS_PER_INCH = 160
 _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "nereus", "font.family": "sans-serif", "hatch.linewidth": 0.5}

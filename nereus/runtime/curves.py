@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nereus.runtime.canvas import BLUE, FAINT, INK, bare, grid, svg
+from nereus.runtime.canvas import BLUE, FAINT, INK, PALETTE, bare, grid, svg
 from nereus.runtime.summary import column, finite, time_parts
 
 Rows = Sequence[Mapping[str, float]]
 
-_PARTS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9", "#84cc16")
 _SIZE_INCHES = (5.6, 2.9)
 
 
@@ -107,7 +106,7 @@ def _time(axes: Any, rows: Rows) -> bool:
         return False
     window = max(1, len(rows) // 40)
     stacked = [[value if math.isfinite(value) else 0.0 for value in _smooth(part, window)] for part in parts.values()]
-    colors = [_PARTS[index % len(_PARTS)] for index in range(len(parts))]
+    colors = [PALETTE[index % len(PALETTE)] for index in range(len(parts))]
     labels = [part.replace("_", " ") for part in parts]
     axes.stackplot(column(rows, "step"), *stacked, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     axes.set_ylim(0, _robust_top([math.fsum(values) for values in zip(*stacked, strict=True)]))

@@ -148,20 +148,9 @@ class RunFolder(RunPaths):
                 f"{name!r} cannot name a folder", where="run.name", remedy="use letters, digits, dots and dashes"
             )
         if path is not None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise ConfigError(
-                    "already exists and is not empty", where=str(path), remedy="resume it, or name another folder"
-                )
-            _make(path)
-            return cls(path, _acquire(path))
-        _make(root)
-        taken = [int(match[1]) for entry in root.glob(f"{name}-*") if (match := _ORDINAL.search(entry.name))]
-        for ordinal in range(max(taken, default=0) + 1, 1 << 31):
-            candidate = root / f"{name}-{ordinal:03d}"
-            with contextlib.suppress(FileExistsError):  # another run took this number first
-                candidate.mkdir()
-                return cls(candidate, _acquire(candidate))
-        raise AssertionError("unreachable: there are more numbers than folders")
+            return cls(empty_folder(path), _acquire(path))
+        made = next_folder(root, name)
+        return cls(made, _acquire(made))
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -213,6 +202,28 @@ def read_status(path: Path) -> Status:
         return msgspec.json.decode(file.read_bytes(), type=Status)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot be read ({error})", where=str(file), remedy="name a run folder") from None
+
+
+def next_folder(root: Path, name: str) -> Path:
+    """Make ``<root>/<name>-NNN`` with the next free number; ``ConfigError`` if ``root`` cannot be written."""
+    _make(root)
+    taken = [int(match[1]) for entry in root.glob(f"{name}-*") if (match := _ORDINAL.search(entry.name))]
+    for ordinal in range(max(taken, default=0) + 1, 1 << 31):
+        candidate = root / f"{name}-{ordinal:03d}"
+        with contextlib.suppress(FileExistsError):  # another run took this number first
+            candidate.mkdir()
+            return candidate
+    raise AssertionError("unreachable: there are more numbers than folders")
+
+
+def empty_folder(path: Path) -> Path:
+    """Make ``path``, or take it as it is if it is empty; ``ConfigError`` if it is not, or cannot be written."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            "already exists and is not empty", where=str(path), remedy="resume it, or name another folder"
+        )
+    _make(path)
+    return path
 
 
 def _begin_attempt(path: Path) -> int:

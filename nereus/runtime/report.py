@@ -8,7 +8,6 @@ Invariants (tests/runtime/test_report.py): text of the model is escaped; a run w
 from __future__ import annotations
 
 import contextlib
-import html
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from nereus.runtime.curves import Rows, plots
 from nereus.runtime.display import number, summary_rows
 from nereus.runtime.folder import read_status
 from nereus.runtime.journal import read_journal, replay
-from nereus.runtime.logs import escape
 from nereus.runtime.metrics import read_metrics
+from nereus.runtime.page import document, text
 from nereus.runtime.summary import Summary, summarize
 from nereus.runtime.timeline import Change, Timeline, summarized, timeline
 
@@ -84,32 +83,11 @@ def read_samples(folder: Path) -> list[Sampled]:
 
 # The page
 
-_CSS = """
-:root{color-scheme:light}
-body{font:15px/1.5 system-ui,"Segoe UI","DejaVu Sans",sans-serif;color:#1f2937;background:#f6f7f9;margin:0}
-main{max-width:1160px;margin:0 auto;padding:32px 24px 64px}
-h1{font-size:26px;margin:0}h2{font-size:17px;margin:36px 0 12px}
-.outcome{margin:2px 0 24px;color:#047857}.failed{color:#b91c1c}
-.cards{display:grid;grid-template-columns:repeat(4,1fr);gap:14px}
-.card,figure,table{background:#fff;border:1px solid #e5e7eb;border-radius:10px}
-.card{padding:12px 16px}.card b{display:block;font-size:23px;font-weight:600}.card span{color:#6b7280;font-size:13px}
-.plots{display:grid;grid-template-columns:repeat(2,1fr);gap:14px}
-@media(max-width:800px){.cards,.plots{grid-template-columns:1fr}}
-figure{margin:0;padding:12px 14px 8px}figcaption{font-weight:600;font-size:14px;margin-bottom:6px}
-figure svg{width:100%;height:auto;display:block}
-table{border-collapse:separate;border-spacing:0;width:100%;overflow:hidden}
-td,th{padding:8px 14px;text-align:left;vertical-align:top;border-top:1px solid #eef0f3}
-tr:first-child td,tr:first-child th{border-top:0}th{font-weight:500;color:#6b7280;font-size:13px;white-space:nowrap}
-td.text{font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;word-break:break-word}
-td.num,th.num{text-align:right;white-space:nowrap}
-.said{color:#6b7280;font-size:13px}
-"""
-
 
 def _page(summary: Summary, rows: Rows, line: Timeline, samples: Sequence[Sampled]) -> str:
     body = [
-        f"<h1>{_text(summary.run)}</h1>",
-        f'<p class="outcome{"" if summary.ok else " failed"}">{_text(summary.outcome)}</p>',
+        f"<h1>{text(summary.run)}</h1>",
+        f'<p class="outcome{"" if summary.ok else " failed"}">{text(summary.outcome)}</p>',
         _cards(summary),
     ]
     try:
@@ -123,20 +101,14 @@ def _page(summary: Summary, rows: Rows, line: Timeline, samples: Sequence[Sample
     if line.changes:
         body += ["<h2>Plan changes</h2>", _changes(line.changes)]
     if drawn:
-        figures = "".join(f"<figure><figcaption>{_text(title)}</figcaption>{svg}</figure>" for title, svg in drawn)
+        figures = "".join(f"<figure><figcaption>{text(title)}</figcaption>{svg}</figure>" for title, svg in drawn)
         body += ["<h2>Curves</h2>", f'<div class="plots">{figures}</div>']
     else:
-        body.append(f"<p>{_text(absent)}</p>")
+        body.append(f"<p>{text(absent)}</p>")
     body += ["<h2>Figures</h2>", _figures(summary)]
     if samples:
         body += ["<h2>Completions before and after</h2>", _samples(samples)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(summary.run)}</title><style>{_CSS}</style></head>\n<body><main>"
-        + "\n".join(body)
-        + "</main></body></html>\n"
-    )
+    return document(summary.run, body)
 
 
 def _cards(summary: Summary) -> str:
@@ -146,7 +118,7 @@ def _cards(summary: Summary) -> str:
         (number(summary.tokens_per_s, 0), "tokens per second"),
         (f"{number(summary.staleness_mean, 2)} / {number(summary.staleness_max, 0)}", "staleness, mean and max"),
     )
-    inner = "".join(f'<div class="card"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for value, name in cards)
+    inner = "".join(f'<div class="card"><b>{text(value)}</b><span>{text(name)}</span></div>' for value, name in cards)
     return f'<div class="cards">{inner}</div>'
 
 
@@ -159,7 +131,7 @@ def _figures(summary: Summary) -> str:
     ]
     return (
         "<table>"
-        + "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows)
+        + "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in rows)
         + "</table>"
     )
 
@@ -174,7 +146,7 @@ def _changes(changes: Sequence[Change]) -> str:
 
 
 def _change(change: Change) -> str:
-    outcome = "" if change.ok else f'<br><span class="failed">given up: {_text(change.reason)}</span>'
+    outcome = "" if change.ok else f'<br><span class="failed">given up: {text(change.reason)}</span>'
     kinds = Counter(name.rpartition("/")[2].rpartition("-")[0] for name in change.primitives)
     took = f"{number(change.seconds, 2)} s{_predicted(change.predicted_s)}"
     step = (
@@ -183,9 +155,9 @@ def _change(change: Change) -> str:
     cells = (
         ("num", str(change.after.epoch)),
         ("num", str(change.step)),
-        ("", f"{_text(summarized(change.before))}<br>{_text(summarized(change.after))}{outcome}"),
-        ("", _text(change.why)),
-        ("num", "<br>".join(f"{count} {_text(kind)}" for kind, count in sorted(kinds.items())) or "–"),
+        ("", f"{text(summarized(change.before))}<br>{text(summarized(change.after))}{outcome}"),
+        ("", text(change.why)),
+        ("num", "<br>".join(f"{count} {text(kind)}" for kind, count in sorted(kinds.items())) or "–"),
         ("num", format_bytes(change.moved_bytes)),
         ("num", took),
         ("num", step),
@@ -211,11 +183,7 @@ def _samples(samples: Sequence[Sampled], each: int = 5) -> str:
     return f"<table>{head}{rows}</table>"
 
 
-def _text(text: str) -> str:
-    return html.escape(escape(text))
-
-
-def _lines(text: str, limit: int = 2000) -> str:
+def _lines(words: str, limit: int = 2000) -> str:
     """Escape a text but keep its line breaks; a very long one is cut, which is said."""
-    cut = text if len(text) <= limit else text[:limit] + f" … ({len(text) - limit:,} characters more)"
-    return "\n".join(_text(line) for line in cut.split("\n"))
+    cut = words if len(words) <= limit else words[:limit] + f" … ({len(words) - limit:,} characters more)"
+    return "\n".join(text(line) for line in cut.split("\n"))
