@@ -197,6 +197,7 @@ def plan(
 def simulate(
     *files: Path,
     trace: str | None = None,
+    policy: str = "nereus",
     seed: int | None = None,
     mtbf: float = 0.0,
     run_dir: Path | None = None,
@@ -213,6 +214,8 @@ def simulate(
         Job files (TOML); later ones win. Dotted overrides may follow.
     trace
         What changes while it runs: the name of a trace that comes with Nereus, or a file.
+    policy
+        Who decides about plans: nereus, or a baseline.
     seed
         Of everything random in the simulated world (default: run.seed).
     mtbf
@@ -225,7 +228,46 @@ def simulate(
     _need_files(files)
     from nereus.commands import simulate as command
 
-    return command.simulate(files, settings, trace=trace, seed=seed, mtbf_h=mtbf, run_dir=run_dir, as_json=json)
+    return command.simulate(
+        files, settings, trace=trace, policy=policy, seed=seed, mtbf_h=mtbf, run_dir=run_dir, as_json=json
+    )
+
+
+@app.command
+def compare(
+    *files: Path,
+    trace: str | None = None,
+    policies: str = "nereus,given",
+    seeds: int = 1,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    settings: Settings,
+) -> int:
+    """Run a job on simulated slots under several policies, and put them side by side.
+
+    nereus compare launchers/simulated/grpo_8b.toml --trace h20-grpo --policies nereus,given --seeds 3
+
+    Leaves a page (comparison.html), its picture (PNG, SVG), the figures (JSON) and one run folder for each run.
+
+    Parameters
+    ----------
+    files
+        Job files (TOML); later ones win. Dotted overrides may follow.
+    trace
+        What changes while it runs: the name of a trace that comes with Nereus, or a file.
+    policies
+        Who decides about plans: names with commas between; the first is what others are measured against.
+    seeds
+        So many runs of each, from run.seed on.
+    out
+        The folder to make; by default a new one below run.dir.
+    json
+        Print one JSON object.
+    """
+    _need_files(files)
+    from nereus.commands import compare as command
+
+    return command.compare(files, settings, trace=trace, policies=policies, seeds=seeds, out=out, as_json=json)
 
 
 @app.command

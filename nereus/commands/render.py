@@ -29,7 +29,7 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     table = [tuple(header), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     right = [
-        all(row[column][:1].isdigit() or not row[column] for row in table[1:]) and len(table) > 1
+        all(not (bare := row[column].lstrip("+-–")) or bare[0].isdigit() for row in table[1:]) and len(table) > 1
         for column in range(len(header))
     ]
     return [

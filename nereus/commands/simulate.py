@@ -24,7 +24,8 @@ from nereus.runtime.folder import RunFolder
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.resume import JOB_FILE
 from nereus.runtime.wire import store_config
-from nereus.sim.policy import Nereus, Policy
+from nereus.sim.policies.named import named
+from nereus.sim.policy import Given, Nereus
 from nereus.sim.recorded import Recorded, record
 from nereus.sim.simulation import Failures, check_start
 from nereus.sim.trace import Trace, load_trace
@@ -37,18 +38,19 @@ def simulate(
     overrides: Sequence[tuple[str, str]],
     *,
     trace: str | None,
+    policy: str,
     seed: int | None,
     mtbf_h: float,
     run_dir: Path | None,
     as_json: bool,
-    policy: Policy | None = None,
 ) -> int:
     """Simulate a job to its end and show it; return the exit code. ``ConfigError`` for wrong input."""
     job = load_job(list(files), list(overrides))
     config = job.config
     course = UNCHANGING if trace is None else load_trace(trace)
     check(config, course)
-    if policy is None:
+    decider = named(policy)
+    if isinstance(decider, Nereus | Given):
         check_start(initial_plan(config), course.slots_at(0, 0.0) or config.cluster.slots)
     shape = load_model(config.model.path)
     folder = RunFolder.create(Path(config.run.dir), config.run.name, path=run_dir)
@@ -65,7 +67,7 @@ def simulate(
                 course,
                 folder,
                 display,
-                policy=policy or Nereus(),
+                policy=decider,
                 seed=config.run.seed if seed is None else seed,
                 failures=Failures(mtbf_h * 3600),
             )

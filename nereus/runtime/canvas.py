@@ -16,6 +16,11 @@ BLUE = "#2563eb"
 PALETTE = (BLUE, "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9", "#84cc16")
 """Colours of things that stand side by side."""
 
+TEXT = 7.5
+"""Points of text inside a drawing."""
+_EM = 0.60 / 72
+"""Inches per point of size that an average character takes, generously."""
+
 _DOTS_PER_INCH = 160
 _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "nereus", "font.family": "sans-serif", "hatch.linewidth": 0.5}
 
@@ -46,6 +51,18 @@ def grid(axes: Any) -> None:
     """Draw faint lines across, behind all else."""
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def fits(text: str, inches: float) -> bool:
+    """Return whether ``text`` of size ``TEXT`` needs less than ``inches``."""
+    return len(text) * TEXT * _EM < inches
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return in which unit an axis of so many seconds is written: its seconds, and its name."""
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
 
 
 def _printed(size_inches: tuple[float, float], draw: Drawing, form: Literal["svg", "png"]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from nereus.core.plan import Emu, ModelStage, SlotId, Stage
 from nereus.runtime import canvas
-from nereus.runtime.canvas import BLUE, FAINT, GRID, INK, bare, grid
+from nereus.runtime.canvas import BLUE, FAINT, GRID, INK, TEXT, bare, fits, grid, time_unit
 from nereus.runtime.timeline import Era, Span, Step, Timeline, layouts, stage_name
 
 _RED = "#dc2626"
@@ -38,10 +38,6 @@ _ROWS_MOST = 5.5
 _STEPS = 1.15
 _SMALL = 0.6
 """The rows and the steps of a run without plan changes shrink by this factor."""
-
-_TEXT = 7.5
-_EM = 0.60 / 72
-"""Inches per point of size that an average character takes, generously."""
 
 
 def svg(line: Timeline) -> str:
@@ -66,7 +62,7 @@ def _draw(figure: Any, line: Timeline) -> bool:
     low = (_FOOT + _steps(line) + _BETWEEN) / height
     slots = figure.add_axes((_LEFT / width, low, across, _rows(line) / height))
     steps = figure.add_axes((_LEFT / width, _FOOT / height, across, _steps(line) / height), sharex=slots)
-    scale, unit = _unit(line.end_s)
+    scale, unit = time_unit(line.end_s)
     painter = _Painter(line, slots, steps, scale)
     painter.slots_panel()
     painter.losses()
@@ -89,12 +85,6 @@ def _steps(line: Timeline) -> float:
     return _STEPS if line.changes else _STEPS * _SMALL
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    if seconds < 300:
-        return 1.0, "seconds"
-    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
-
-
 _Corners = list[tuple[float, float]]
 
 
@@ -115,7 +105,7 @@ class _Painter:
         from matplotlib.collections import PolyCollection
 
         axes, count = self._slots, len(self._line.slots)
-        bare(axes, _TEXT)
+        bare(axes, TEXT)
         axes.set_xlim(0, max(self._line.end_s, 1e-9) / self._scale)
         axes.set_ylim(count - 0.5, -0.5)
         every = 1 + (count - 1) // 24
@@ -150,7 +140,7 @@ class _Painter:
                 (6, -3),
                 textcoords="offset points",
                 va="top",
-                fontsize=_TEXT,
+                fontsize=TEXT,
                 color=_RED,
                 annotation_clip=False,
             )
@@ -167,10 +157,10 @@ class _Painter:
             return area
         room = (first.end_s - first.begin_s) / self._per_inch
         for text in _names(first.emu, starting=not working):
-            if len(text) * _TEXT * _EM < room:
+            if fits(text, room):
                 ink = "white" if working else _color(first.emu.model_stage)
                 middle = ((begin + end) / 2, (top + bottom) / 2)
-                self._slots.text(*middle, text, ha="center", va="center", fontsize=_TEXT, color=ink, zorder=5)
+                self._slots.text(*middle, text, ha="center", va="center", fontsize=TEXT, color=ink, zorder=5)
                 break
         return area
 
@@ -198,7 +188,7 @@ class _Painter:
                 (at_s / self._scale, 1),
                 xycoords=("data", "axes fraction"),
                 va="top",
-                fontsize=_TEXT,
+                fontsize=TEXT,
                 color=INK,
             )
 
@@ -208,7 +198,7 @@ class _Painter:
             room = (era.end_s - era.begin_s) / self._per_inch
             middle = (era.begin_s + era.end_s) / 2 / self._scale
             for lines in _labels(era, before):
-                if max(len(text) for text, _ in lines) * _TEXT * _EM < room:
+                if all(fits(text, room) for text, _ in lines):
                     break
             else:
                 continue
@@ -216,12 +206,12 @@ class _Painter:
                 self._slots.annotate(
                     text,
                     (middle, 1),
-                    (0, 4 + index * (_TEXT + 2.5)),
+                    (0, 4 + index * (TEXT + 2.5)),
                     xycoords=("data", "axes fraction"),
                     textcoords="offset points",
                     ha="center",
                     va="bottom",
-                    fontsize=_TEXT,
+                    fontsize=TEXT,
                     color=color,
                     annotation_clip=False,
                 )
@@ -229,10 +219,10 @@ class _Painter:
     def steps_panel(self, unit: str) -> None:
         """Draw what every step took, and the median under each plan."""
         axes, steps = self._steps, self._line.steps
-        bare(axes, _TEXT)
+        bare(axes, TEXT)
         grid(axes)
-        axes.set_ylabel("s per step", fontsize=_TEXT, color=FAINT)
-        axes.set_xlabel(f"{unit} since the run began", fontsize=_TEXT, color=FAINT, loc="right", labelpad=2)
+        axes.set_ylabel("s per step", fontsize=TEXT, color=FAINT)
+        axes.set_xlabel(f"{unit} since the run began", fontsize=TEXT, color=FAINT, loc="right", labelpad=2)
         if not steps:
             axes.set_yticks([])
             return
@@ -254,7 +244,7 @@ class _Painter:
         begin, end = max(own[0].end_s - own[0].seconds, era.begin_s), own[-1].end_s
         self._steps.plot([begin / self._scale, end / self._scale], [middle, middle], color=INK, linewidth=1.8, zorder=3)
         for text in (f"median {middle:.3g} s", f"{middle:.3g} s", f"{middle:.2g}"):
-            if len(text) * _TEXT * _EM < (end - begin) / self._per_inch:
+            if fits(text, (end - begin) / self._per_inch):
                 at = ((begin + end) / 2 / self._scale, 1)
                 self._steps.annotate(
                     text,
@@ -262,7 +252,7 @@ class _Painter:
                     xycoords=("data", "axes fraction"),
                     ha="center",
                     va="top",
-                    fontsize=_TEXT,
+                    fontsize=TEXT,
                     color=INK,
                     bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
                     zorder=5,
