@@ -103,8 +103,8 @@ class _Drawing:
 
         handles: list[Any] = [Line2D([], [], color=lane.color, linewidth=2.2, label=lane.name) for lane in self._lanes]
         if any(lane.shown.switches for lane in self._lanes):
-            look = {"linestyle": "", "color": INK, "markersize": 5.5}
-            handles.append(Line2D([], [], marker="D", label="plan changes", **look))
+            mark = Line2D([], [], linestyle="", marker="D", markersize=5.5, color=INK, label="plan changes")
+            handles.append(mark)
         return handles
 
     def _draw_latency(self, axes: Any) -> None:
