@@ -25,8 +25,8 @@ from nereus.core.profiles import load_model
 from nereus.core.units import format_seconds
 from nereus.errors import ConfigError
 from nereus.runtime.folder import empty_folder, next_folder
-from nereus.sim.comparing import run_course
-from nereus.sim.course import Course, Standing, mean_latency_s, standings
+from nereus.sim.comparing import run_under
+from nereus.sim.comparison import RunResult, Standing, mean_latency_s, standings
 from nereus.sim.policies.named import named
 from nereus.sim.policy import Policy
 from nereus.sim.trace import load_trace
@@ -54,22 +54,22 @@ def compare(
     check(config, course)
     shape = load_model(config.model.path)
     folder = next_folder(Path(config.run.dir), "compared") if out is None else empty_folder(out)
-    courses: list[Course] = []
+    results: list[RunResult] = []
     for seed in range(config.run.seed, config.run.seed + seeds):
         for policy in chosen:
-            made = run_course(config, shape, course, policy, seed, folder / f"{policy.name}-{seed}")
-            courses.append(made)
+            made = run_under(config, shape, course, policy, seed, folder / f"{policy.name}-{seed}")
+            results.append(made)
             _tell(made)
-    table = standings(courses, {policy.name: policy.source for policy in chosen})
+    table = standings(results, {policy.name: policy.source for policy in chosen})
     job, about = Path(files[-1]).stem, f"trace {course.name}, {config.run.steps} steps"
     title = f"{job}: {', '.join(policy.name for policy in chosen)}"
     said = f"{about}, {seeds} seed{'s' if seeds > 1 else ''}"
-    figures = _figures(job, course.name, seeds, folder, table, courses)
+    figures = _figures(job, course.name, seeds, folder, table, results)
     (folder / FIGURES).write_bytes(msgspec.json.format(figures) + b"\n")
-    (folder / PAGE).write_text(page(title, said, courses, table), encoding="utf-8")
+    (folder / PAGE).write_text(page(title, said, results, table), encoding="utf-8")
     with contextlib.suppress(ImportError):  # of matplotlib: the page says so
-        (folder / f"{PICTURE}.svg").write_text(picture.svg(courses), encoding="utf-8")
-        (folder / f"{PICTURE}.png").write_bytes(picture.png(courses))
+        (folder / f"{PICTURE}.svg").write_text(picture.svg(results), encoding="utf-8")
+        (folder / f"{PICTURE}.png").write_bytes(picture.png(results))
     if as_json:
         sys.stdout.write(figures.decode() + "\n")
     else:
@@ -87,7 +87,7 @@ def _chosen(policies: str) -> list[Policy]:
     return [named(name) for name in names]
 
 
-def _tell(made: Course) -> None:
+def _tell(made: RunResult) -> None:
     """Say on stderr that one more run is done."""
     changes = sum(switch.ok for switch in made.switches)
     said = f"{made.policy}, seed {made.seed}: {format_seconds(mean_latency_s(made))} a step, {changes} transitions"
@@ -97,7 +97,7 @@ def _tell(made: Course) -> None:
 
 
 def _figures(
-    job: str, trace: str, seeds: int, folder: Path, table: Sequence[Standing], courses: Sequence[Course]
+    job: str, trace: str, seeds: int, folder: Path, table: Sequence[Standing], results: Sequence[RunResult]
 ) -> bytes:
     found: dict[str, Any] = {
         "job": job,
@@ -105,6 +105,6 @@ def _figures(
         "seeds": seeds,
         "folder": str(folder),
         "policies": table,
-        "runs": courses,
+        "runs": results,
     }
     return msgspec.json.encode(found)

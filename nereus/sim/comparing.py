@@ -2,7 +2,7 @@
 
 Owner: ``nereus compare`` and the evaluation. A policy that cannot bring a run to its end has lost, which is a result;
 a job that no policy could begin is the operator's error. Invariants (tests/commands/test_compare.py): equal arguments
-give equal courses; a run leaves the same files behind as one of ``nereus simulate``.
+give equal results; a run leaves the same files behind as one of ``nereus simulate``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nereus.runtime.journal import read_journal, replay
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.summary import column, finite, mean
 from nereus.runtime.wire import store_config
-from nereus.sim.course import Course, course
+from nereus.sim.comparison import RunResult, result_of
 from nereus.sim.policy import Policy
 from nereus.sim.recorded import record
 from nereus.sim.simulation import Failures
 from nereus.sim.trace import Trace
 
 
-def run_course(
+def run_under(
     config: JobConfig,
     shape: ModelShape,
     trace: Trace,
@@ -36,7 +36,7 @@ def run_course(
     path: Path,
     *,
     failures: Failures = Failures(),  # noqa: B008 (frozen)
-) -> Course:
+) -> RunResult:
     """Simulate a job under one policy into the new folder ``path`` and return how it went."""
     folder = RunFolder.create(path.parent, path.name, path=path)
     failure, restores = "", 0
@@ -53,7 +53,7 @@ def run_course(
         folder.close()
     entries = read_journal(folder.journal).entries
     rows, progress = read_metrics(folder.metrics), replay(entries)
-    return course(
+    return result_of(
         entries,
         policy=policy.name,
         seed=seed,

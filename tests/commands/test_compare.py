@@ -12,7 +12,7 @@ import pytest
 from nereus.cli import execute
 from nereus.commands.comparison import picture
 from nereus.commands.comparison.table import as_text, rows
-from nereus.sim.course import Band, Course, Switch, standings
+from nereus.sim.comparison import Band, RunResult, Switch, standings
 from nereus.sim.trace import StepSupply, Trace, write_trace
 
 JOB = Path(__file__).parents[2] / "launchers" / "simulated" / "grpo_8b.toml"
@@ -92,14 +92,14 @@ def test_a_missing_job_file_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "nowhere.toml: no such file" in capsys.readouterr().err
 
 
-def _course(policy: str, seed: int, *latency_s: float) -> Course:
+def _result(policy: str, seed: int, *latency_s: float) -> RunResult:
     switch = Switch(step=1, at_s=12.0, seconds=2.0, before="a", after="b", why="better")
     bands = (Band(0.0, 10.0, "a"), Band(12.0, sum(latency_s), "b"))
-    return Course(policy=policy, seed=seed, latency_s=latency_s, bands=bands, switches=(switch,))
+    return RunResult(policy=policy, seed=seed, latency_s=latency_s, bands=bands, switches=(switch,))
 
 
 def test_a_column_without_a_figure_is_left_out() -> None:
-    table = standings([_course("nereus", 0, 10.0, 12.0), _course("given", 0, 20.0, 24.0)], {})
+    table = standings([_result("nereus", 0, 10.0, 12.0), _result("given", 0, 20.0, 24.0)], {})
     head, body = rows(table)
     assert "staleness" not in head
     assert "gap to the oracle" not in head
@@ -108,5 +108,5 @@ def test_a_column_without_a_figure_is_left_out() -> None:
 
 
 def test_nothing_is_drawn_without_a_step() -> None:
-    assert picture.svg([_course("nereus", 0)]) == ""
-    assert picture.svg([_course("nereus", 0, 10.0, 12.0)]).startswith("<svg")
+    assert picture.svg([_result("nereus", 0)]) == ""
+    assert picture.svg([_result("nereus", 0, 10.0, 12.0)]).startswith("<svg")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nereus.commands.comparison import picture, table
 from nereus.core.units import format_seconds
 from nereus.runtime.page import document, text
-from nereus.sim.course import Course, Standing
+from nereus.sim.comparison import RunResult, Standing
 
 _NOTE = (
     "Simulated: supervisor, controller and transitions are those of a live run; slots, links and engines take the time "
@@ -20,21 +20,21 @@ _NOTE = (
 )
 
 
-def page(title: str, about: str, courses: Sequence[Course], standings: Sequence[Standing]) -> str:
+def page(title: str, about: str, results: Sequence[RunResult], standings: Sequence[Standing]) -> str:
     """Return the page; without matplotlib the picture is left out, which is said."""
     body = [f"<h1>{text(title)}</h1>", f'<p class="outcome">{text(about)}</p>', table.as_html(*table.rows(standings))]
     try:
-        drawn = picture.svg(courses)
+        drawn = picture.svg(results)
         absent = "No step was made."
     except ImportError as error:
         drawn, absent = "", f"No picture: {error.name or 'matplotlib'} is not installed; install nereus[train]."
     body.append(f"<h2>Step by step</h2><figure>{drawn}</figure>" if drawn else f"<p>{text(absent)}</p>")
-    for one in courses:
+    for one in results:
         if one.failure:
             said = f"{one.policy}, seed {one.seed}, ended after {len(one.latency_s)} steps: {one.failure}"
             body.append(f'<p class="outcome failed">{text(said)}</p>')
-    if any(one.switches for one in courses):
-        body += ["<h2>Plan changes</h2>", _changes(courses)]
+    if any(one.switches for one in results):
+        body += ["<h2>Plan changes</h2>", _changes(results)]
     body += [
         "<h2>Policies</h2>",
         table.as_html(("policy", "its rules"), [(s.policy, s.source) for s in standings], words=2),
@@ -43,7 +43,7 @@ def page(title: str, about: str, courses: Sequence[Course], standings: Sequence[
     return document(title, body)
 
 
-def _changes(courses: Sequence[Course]) -> str:
+def _changes(results: Sequence[RunResult]) -> str:
     head = ("policy", "from", "to", "why", "seed", "after step", "at", "took")
     rows = [
         (
@@ -56,7 +56,7 @@ def _changes(courses: Sequence[Course]) -> str:
             format_seconds(switch.at_s),
             format_seconds(switch.seconds),
         )
-        for one in courses
+        for one in results
         for switch in one.switches
     ]
     return table.as_html(head, rows, words=4)

@@ -16,7 +16,7 @@ from typing import Any
 from nereus.runtime import canvas
 from nereus.runtime.canvas import FAINT, INK, PALETTE, TEXT, bare, fits, grid, time_unit
 from nereus.runtime.summary import mean
-from nereus.sim.course import Course, reference
+from nereus.sim.comparison import RunResult, reference
 
 _WIDTH = 11.2
 _LEFT, _RIGHT = 1.45, 0.25
@@ -32,7 +32,7 @@ _BANDS = ("#93c5fd", "#fcd34d", "#86efac", "#c4b5fd", "#fca5a5", "#cbd5e1", "#7d
 class _Lane:
     """The runs of one policy."""
 
-    def __init__(self, runs: Sequence[Course], color: str) -> None:
+    def __init__(self, runs: Sequence[RunResult], color: str) -> None:
         self.runs = runs
         self.shown = runs[0]
         self.name = runs[0].policy
@@ -42,23 +42,23 @@ class _Lane:
         self.ends_s = [mean(run.ends_s[at] for run in runs if at < len(run.latency_s)) for at in range(steps)]
 
 
-def svg(courses: Sequence[Course]) -> str:
+def svg(results: Sequence[RunResult]) -> str:
     """Return the picture as an SVG element; empty if no step was made."""
-    drawing = _Drawing(courses)
+    drawing = _Drawing(results)
     return canvas.svg(drawing.size_inches, drawing.draw)
 
 
-def png(courses: Sequence[Course]) -> bytes:
+def png(results: Sequence[RunResult]) -> bytes:
     """Return the picture as a PNG file; empty if no step was made."""
-    drawing = _Drawing(courses)
+    drawing = _Drawing(results)
     return canvas.png(drawing.size_inches, drawing.draw)
 
 
 class _Drawing:
-    def __init__(self, courses: Sequence[Course]) -> None:
-        policies = list(dict.fromkeys(one.policy for one in courses if one.latency_s))
+    def __init__(self, results: Sequence[RunResult]) -> None:
+        policies = list(dict.fromkeys(one.policy for one in results if one.latency_s))
         self._lanes = [
-            _Lane([one for one in courses if one.policy == policy and one.latency_s], PALETTE[index % len(PALETTE)])
+            _Lane([one for one in results if one.policy == policy and one.latency_s], PALETTE[index % len(PALETTE)])
             for index, policy in enumerate(policies)
         ]
         self._base = reference(policies) or (policies[0] if policies else "")

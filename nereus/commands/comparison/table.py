@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from nereus.commands.render import columns
 from nereus.runtime.display import number
 from nereus.runtime.page import text
-from nereus.sim.course import Standing
+from nereus.sim.comparison import Standing
 
 _COLUMNS: tuple[tuple[str, Callable[[Standing], float], Callable[[float], str]], ...] = (
     ("s per step", lambda one: one.step_s, lambda value: number(value, 2)),

@@ -3,7 +3,7 @@
 Owner: comparisons and the evaluation. Pure: journals and summaries in, values out. Time 0 is when the first step could
 begin, so what starting processes took counts for nobody. A step's latency reaches from the end of the step before to
 its own: waits, plan changes, and what a run that went back to a checkpoint had to do again are all in it.
-Invariants (tests/sim/test_course.py): the latencies of a run add up to the end of its last step; a policy that stands
+Invariants (tests/sim/test_comparison.py): the latencies of a run add up to the end of its last step; a policy that stands
 first is 1 beside itself; only an oracle has others' gaps measured against it.
 """
 
@@ -47,7 +47,7 @@ class Switch(Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
-class Course(Struct, frozen=True, kw_only=True):
+class RunResult(Struct, frozen=True, kw_only=True):
     """One job under one policy with one seed."""
 
     policy: str
@@ -107,7 +107,7 @@ class Standing(Struct, frozen=True, kw_only=True):
     """Runs that did not reach their end; their figures are of the steps that they made."""
 
 
-def course(
+def result_of(
     entries: Sequence[Entry],
     *,
     policy: str,
@@ -118,13 +118,13 @@ def course(
     lost: int = 0,
     folder: str = "",
     failure: str = "",
-) -> Course:
-    """Return the course of the run whose journal holds ``entries``."""
+) -> RunResult:
+    """Return the result of the run whose journal holds ``entries``."""
     began = next((entry.t for entry in entries if isinstance(entry.record, record.VersionReady)), 0.0)
     ends = {entry.record.step: entry.t for entry in entries if isinstance(entry.record, record.Trained)}
     times = [began, *(ends[step] for step in sorted(ends))]
     line = timeline(entries)
-    return Course(
+    return RunResult(
         policy=policy,
         seed=seed,
         latency_s=tuple(after - before for before, after in itertools.pairwise(times)),
@@ -154,10 +154,10 @@ def course(
     )
 
 
-def standings(courses: Sequence[Course], sources: dict[str, str]) -> tuple[Standing, ...]:
+def standings(results: Sequence[RunResult], sources: dict[str, str]) -> tuple[Standing, ...]:
     """Return one line per policy, in the order in which they first come; ``sources`` says where each is published."""
-    by_policy: dict[str, list[Course]] = {}
-    for one in courses:
+    by_policy: dict[str, list[RunResult]] = {}
+    for one in results:
         by_policy.setdefault(one.policy, []).append(one)
     step_s = {policy: mean(map(mean_latency_s, own)) for policy, own in by_policy.items()}
     first = next(iter(step_s.values()), math.nan)
@@ -182,7 +182,7 @@ def standings(courses: Sequence[Course], sources: dict[str, str]) -> tuple[Stand
     )
 
 
-def mean_latency_s(one: Course) -> float:
+def mean_latency_s(one: RunResult) -> float:
     """Return what a step took in the mean."""
     return mean(one.latency_s)
 
