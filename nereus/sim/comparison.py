@@ -3,8 +3,8 @@
 Owner: comparisons and the evaluation. Pure: journals and summaries in, values out. Time 0 is when the first step could
 begin, so what starting processes took counts for nobody. A step's latency reaches from the end of the step before to
 its own: waits, plan changes, and what a run that went back to a checkpoint had to do again are all in it.
-Invariants (tests/sim/test_comparison.py): the latencies of a run add up to the end of its last step; a policy that stands
-first is 1 beside itself; only an oracle has others' gaps measured against it.
+Invariants (tests/sim/test_comparison.py): the latencies of a run add up to the end of its last step; a policy that
+stands first is 1 beside itself; only an oracle has others' gaps measured against it.
 """
 
 from __future__ import annotations
