@@ -221,6 +221,10 @@ class Devices:
         """Takes a finished group to the lead trainer; None: there is none."""
         self.broken: dict[SlotId, Callable[[], None]] = {}
         """Of each slot of a generation unit: what its loss does to the unit."""
+        self.halted_until = 0.0
+        """Until then the job is being restarted: nothing is computed, and state comes with the restart."""
+        self.halts: list[Callable[[float], None]] = []
+        """What a halt does to each generation unit; called with its end."""
         self._budget = budget
         self._minibatches = minibatches
 
@@ -236,6 +240,17 @@ class Devices:
         self.collectives.gone(slot)
         if (broken := self.broken.pop(slot, None)) is not None:
             broken()
+
+    def halt(self, seconds: float) -> None:
+        """Restart the job: every device stops for a while."""
+        self.halted_until = asyncio.get_running_loop().time() + seconds
+        for stop in tuple(self.halts):
+            stop(self.halted_until)
+
+    @property
+    def halted_s(self) -> float:
+        """For how long the job is still being restarted."""
+        return max(0.0, self.halted_until - asyncio.get_running_loop().time())
 
     def _publish_s(self) -> float:
         return self.links.broadcast_s(self.weights_bytes, self.links.nodes_of(self.generating))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
@@ -37,6 +37,14 @@ class Drawn(Struct):
     """Sequences that are not finished."""
     waiting: int = 0
     """Sequences that are not started."""
+
+
+class Lifted(Struct, frozen=True):
+    """A sequence on its way from one engine to another."""
+
+    group: Drawn
+    index: int
+    left_steps: float
 
 
 class Speed(Struct, frozen=True):
@@ -75,6 +83,29 @@ class Engine:
     def live(self) -> int:
         return len(self._ends)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is alive and nothing waits."""
+        return not self._ends and not self._queue
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are sequences for which there was no room."""
+        return bool(self._queue)
+
+    @property
+    def cached_tokens(self) -> float:
+        """Tokens in the cache at the newest event."""
+        return self._cached + len(self._ends) * self._position
+
+    def has_room(self, other: Engine) -> bool:
+        """Say whether everything that is alive at ``other`` could be taken in as well."""
+        return (
+            not self._queue
+            and self._reserved + other._reserved <= self._room
+            and len(self._ends) + len(other._ends) <= self._most
+        )
+
     def restart(self, now: float) -> None:
         """Forget everything, as a unit that is built anew."""
         self._queue.clear()
@@ -105,6 +136,32 @@ class Engine:
                 self._reserved -= drawn.prompt_tokens + drawn.lengths[index]
         self._admit()
         return done
+
+    def lift(self) -> list[Lifted]:
+        """Take out all that is alive, as far as it has come; there must be no more that waits."""
+        if self._queue:
+            raise ValueError("only an engine without a queue can be emptied")
+        gone = [Lifted(group, index, end - self._position) for end, _, group, index in sorted(self._ends)]
+        self._ends.clear()
+        self._cached, self._reserved = 0.0, 0
+        return gone
+
+    def lodge(self, lifted: Iterable[Lifted], now: float) -> list[Drawn]:
+        """Go on with what another engine has begun; returns what has been finished meanwhile."""
+        done = self.advance(now)
+        for one in lifted:
+            self._enter(one.group, one.index, one.left_steps)
+        return done
+
+    def redo(self, now: float) -> None:
+        """Lose what is cached: everything that was begun and has not ended begins anew."""
+        alive = {id(entry[2]): entry[2] for entry in sorted(self._ends)}
+        queued = [group for group in self._queue if id(group) not in alive]
+        self._queue.clear()
+        self._ends.clear()
+        self._cached, self._reserved = 0.0, 0
+        for group in (*alive.values(), *queued):
+            self.add(group, now)
 
     def switch(self, version: int, speed: Speed, stall_s: float, now: float) -> list[Drawn]:
         """Serve ``version`` from now on, after a pause; returns what has been finished meanwhile."""
@@ -161,14 +218,19 @@ class Engine:
                 group.version_first = self.version
                 self.stall(self.prefill_s(group.prompt_tokens))
             group.firsts[index] = self.version
-            end = self._position + group.lengths[index]
-            self._number += 1
-            heapq.heappush(self._ends, (end, self._number, group, index))
-            self._cached += whole - end
-            self._reserved += whole
+            self._enter(group, index, group.lengths[index])
             group.waiting -= 1
             if not group.waiting:
                 self._queue.popleft()
+
+    def _enter(self, group: Drawn, index: int, steps: float) -> None:
+        """Let a sequence be alive for ``steps`` more."""
+        whole = group.prompt_tokens + group.lengths[index]
+        end = self._position + steps
+        self._number += 1
+        heapq.heappush(self._ends, (end, self._number, group, index))
+        self._cached += whole - end
+        self._reserved += whole
 
     prefill_s: Cost = staticmethod(lambda tokens: 0.0)
     """Seconds of computing a prompt; the owner sets it."""

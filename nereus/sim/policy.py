@@ -6,7 +6,8 @@ decides: compiler, executor, admission of groups, losses, journal. So a baseline
 
 1. subclass ``Follower`` and overwrite what the baseline does (usually ``stepped``, ``watch`` and ``wish``; in ``wish``
    return a ``Wish`` or None, with ``placement.next_plan`` for the numbers of units);
-2. make a ``Policy``: its name, the source of its rules, ``first_plan`` (what it starts with) and ``planning``;
+2. make a ``Policy``, from ``AsStated``: its name, the source of its rules, ``planning``, and where they differ ``job``,
+   ``first_plan`` (what it starts with) and ``serving`` (what generation units do);
 3. enter it in ``policies/named.py``.
 
 ``Circumstances.estimate`` is what is believed of speeds before the first step; ``Estimate.observed`` learns from steps,
@@ -32,6 +33,8 @@ from nereus.runtime.placement import initial_plan
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
 from nereus.runtime.searching import Answered, Searcher
 from nereus.runtime.surroundings import RunFailed
+from nereus.sim.engine import Drawn
+from nereus.sim.serving import Serving, as_configured
 from nereus.sim.trace import Trace
 from nereus.sim.truth import Truth
 
@@ -43,6 +46,8 @@ class Known(Struct, frozen=True):
     cluster: Cluster
     truth: Truth
     trace: Trace
+    draw: Callable[[int], Drawn]
+    """What will come of a group, by its number; only the length of its prompt is another one."""
 
 
 class Circumstances(Struct, frozen=True):
@@ -61,6 +66,9 @@ class Circumstances(Struct, frozen=True):
     report: Callable[[Answered], None]
     """Tell the answer to a search here; it comes back as ``Planning.answered`` in its turn."""
     known: Known
+    halt: Callable[[float], None]
+    """Stop all devices for so many seconds, as a restart of the job does: what is in flight begins anew after it, and
+    state that a change moves meanwhile is in place."""
 
 
 class Policy(Protocol):
@@ -74,6 +82,12 @@ class Policy(Protocol):
     def source(self) -> str:
         """Where its rules are published."""
 
+    def job(self, config: JobConfig, slots: int, known: Known) -> JobConfig:
+        """Return the job as a user of this system would state it for ``slots`` slots: layouts, staleness, waits."""
+
+    def serving(self, config: JobConfig) -> Serving:
+        """Return what generation units do with what they are granted, for one attempt."""
+
     def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
         """Return what the run starts with when ``slots`` slots, numbers 0 onwards, are there at the start."""
 
@@ -81,15 +95,24 @@ class Policy(Protocol):
         """Return the decider of one attempt."""
 
 
-class Nereus(Struct, frozen=True):
+class AsStated(Struct, frozen=True):
+    """What most policies have in common: the job, its layouts and its ways of serving are as the job file says."""
+
+    def job(self, config: JobConfig, slots: int, known: Known) -> JobConfig:
+        return config
+
+    def serving(self, config: JobConfig) -> Serving:
+        return as_configured(config)
+
+    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
+        return initial_plan(config)
+
+
+class Nereus(AsStated, frozen=True):
     """The controller of the live runtime."""
 
     name: str = "nereus"
     source: str = "this project"
-
-    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
-        """The layouts of the job file."""
-        return initial_plan(config)
 
     def planning(self, now: Circumstances) -> Planning:
         return Adaptation(
@@ -104,14 +127,11 @@ class Nereus(Struct, frozen=True):
         )
 
 
-class Given(Struct, frozen=True):
+class Given(AsStated, frozen=True):
     """The layouts of the job file and what ``adapt.at`` says: nothing is learned."""
 
     name: str = "given"
     source: str = "the job file"
-
-    def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
-        return initial_plan(config)
 
     def planning(self, now: Circumstances) -> Planning:
         return GivenPlans(Schedule(now.config, now.plan, now.step))

@@ -10,7 +10,7 @@ seed and its place in the sample order, never on a plan; nothing waits for real 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from nereus.runtime.journal import Journal
 from nereus.runtime.placement import FIRST_VIRTUAL_SLOT, next_plan
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.regroup import StateLost
+from nereus.runtime.schedule import Planning
+from nereus.runtime.searching import Answered
 from nereus.runtime.surroundings import Observer, Origin, Outcome
 from nereus.sim.devices import Devices
 from nereus.sim.engine import Drawn
@@ -135,15 +137,19 @@ class Simulation:
         run_id: str = "simulated",
     ) -> None:
         """``noise`` scales what is random in speeds and memory."""
-        self.config = prepared(config)
         self.trace = trace
         self.policy: Policy = policy or Nereus()
-        self.cluster: Cluster = cluster_of(self.config)
+        self.cluster: Cluster = cluster_of(config)
         self.noise = Noise(seed, scale=noise)
         self.truth = Truth(shape, self.cluster, self.noise, trace)
-        self._known = Known(shape, self.cluster, self.truth, trace)
         self._shape = shape
         self._seed = seed
+        self.config = prepared(config)
+        self._known = Known(
+            shape, self.cluster, self.truth, trace, lambda group: self._draw(GroupSpec(group, 0, group, b"", b""))
+        )
+        slots = min(trace.slots_at(0, 0.0) or self.cluster.size, self.cluster.size)
+        self.config = self.policy.job(self.config, slots, self._known)
         self._failures = failures
         self._run_id = run_id
         self._observer = observer
@@ -207,6 +213,7 @@ class Simulation:
             minibatches=config.train.minibatches,
             group_timeout_s=config.cluster.group_timeout_s,
         )
+        serving = self.policy.serving(config)
         bus = MemoryBus(SETTINGS, unpacked=True)
 
         def build(worker: str, control: Endpoint, service: Endpoint, wiring: Wiring) -> Actor:
@@ -216,7 +223,7 @@ class Simulation:
                 return SimulatedReward()
             slot = slot_of(worker)
             assert slot is not None
-            return SimulatedSlot(slot, config, control, wiring, devices, self._draw)
+            return SimulatedSlot(slot, config, control, wiring, devices, self._draw, serving)
 
         def on_slot(act: Any) -> Any:
             def tell(worker: str) -> None:
@@ -245,7 +252,11 @@ class Simulation:
             attempt=self._attempt,
             tick_s=TICK_S,
         )
-        world = World(setting, bus, processes, self._observer, lambda report: self._planning(origin, plan, report))
+
+        def adapt(report: Callable[[Answered], None]) -> Planning:
+            return self._planning(origin, plan, report, devices)
+
+        world = World(setting, bus, processes, self._observer, adapt)
         world.announce(config=self.policy.name)
         self._endpoint = world.endpoint
         self._operator = bus.client(OPERATOR, server=SUPERVISOR)
@@ -254,7 +265,7 @@ class Simulation:
         finally:
             self._processes = None
 
-    def _planning(self, origin: Origin, plan: Plan, report: Any) -> Any:
+    def _planning(self, origin: Origin, plan: Plan, report: Callable[[Answered], None], devices: Devices) -> Planning:
         return self.policy.planning(
             Circumstances(
                 self.config,
@@ -266,6 +277,7 @@ class Simulation:
                 self.journal,
                 report,
                 self._known,
+                devices.halt,
             )
         )
 

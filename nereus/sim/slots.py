@@ -11,9 +11,7 @@ told to take; a unit whose slot is lost generates nothing before it is assigned 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 from nereus.actors.host import Actor
@@ -25,11 +23,8 @@ from nereus.bus.messages import (
     Abandon,
     Assign,
     Commit,
-    Fault,
-    Grant,
     GroupAccepted,
     GroupRef,
-    GroupSpec,
     Lend,
     Lent,
     Manifest,
@@ -43,7 +38,6 @@ from nereus.bus.messages import (
     Refused,
     Release,
     Return,
-    Sample,
     Save,
     Saved,
     Stand,
@@ -51,17 +45,16 @@ from nereus.bus.messages import (
     StepDone,
     StepFailed,
     StepReport,
-    Switch,
     Take,
     Train,
     VersionReady,
-    WeightsLive,
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, ModelStage, Plan, SlotId, Stage
 from nereus.errors import OutOfMemory, ProtocolError, TransitionError
 from nereus.sim.devices import Batch, Devices, Held
-from nereus.sim.engine import Drawn, Engine, Speed
+from nereus.sim.rollouts import Draw, Rollout, checksum
+from nereus.sim.serving import Serving
 from nereus.sim.truth import tensors_of
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, TensorSpec, elements
@@ -73,27 +66,30 @@ COMMUNICATOR_S = 1.2
 COMMUNICATOR_RANK_S = 3e-3
 """Ours: setting up process groups, and for each rank of them."""
 
-ENGINE_START_S = 6.0
-"""Ours: building a generation engine: cache, kernels, graphs."""
-
-Draw = Callable[[GroupSpec], Drawn]
-
 
 class SimulatedSlot(SlotActor):
     """A slot whose devices are the world's."""
 
     def __init__(
-        self, slot: SlotId, config: JobConfig, control: Endpoint, wiring: Wiring, devices: Devices, draw: Draw
+        self,
+        slot: SlotId,
+        config: JobConfig,
+        control: Endpoint,
+        wiring: Wiring,
+        devices: Devices,
+        draw: Draw,
+        serving: Serving,
     ) -> None:
         super().__init__(slot, config, control, wiring, Path())
         self._devices = devices
         self._draw = draw
+        self._serving = serving
         devices.came(slot)
 
     def _build(self, model_stage: ModelStage, source: Path) -> Actor:
         if model_stage.stage is Stage.TRAINING:
             return Trainer(self._slot, self._control, self._devices)
-        return Rollout(self._slot, self._config, self._control, self._devices, self._draw)
+        return Rollout(self._slot, self._config, self._control, self._devices, self._draw, self._serving)
 
 
 class Trainer:
@@ -266,6 +262,10 @@ class Trainer:
     async def _take(self, take: Take) -> Message:
         """Receive what is lacking over the links, if there is room for it."""
         devices, held = self._devices, self._held
+        if devices.halted_s:  # it comes from storage, while nothing else is in memory
+            held.replicas.add(take.replica)
+            held.step = max((loan.receipt.counters["step"] for loan in take.loans), default=held.step)
+            return Ok()
         sizes: defaultdict[SlotId, float] = defaultdict(float)
         for loan in take.loans:
             sizes[loan.lender] += _received_bytes(loan.moves, self._slot)
@@ -287,6 +287,7 @@ class Trainer:
 
     async def _commit(self, plan: Plan) -> Message:
         """Train the unit that the plan gives this slot; one whose peers all stay goes on as it is."""
+        await asyncio.sleep(self._devices.halted_s)
         before = self._units
         self._follow(plan)
         units = self._units
@@ -311,186 +312,6 @@ def _communicators_s(plan: Plan) -> float:
 
 def _received_bytes(moves: tuple[Move, ...], slot: SlotId) -> float:
     return sum(elements(move.piece) for move in moves if move.to_slot == slot) * STATE_BYTES
-
-
-class Rollout:
-    """One slot of a generation unit; the first one speaks for the unit."""
-
-    def __init__(self, slot: SlotId, config: JobConfig, control: Endpoint, devices: Devices, draw: Draw) -> None:
-        self._slot = slot
-        self._config = config
-        self._control = control
-        self._devices = devices
-        self._draw = draw
-        self._assigned: Assign | None = None
-        self._engine = Engine(config.rollout.max_live, 1)
-        self._running: set[int] = set()
-        self._finished: dict[int, GroupAccepted] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._scoring: dict[int, asyncio.TimerHandle] = {}
-        self._collector: object = None
-
-    async def handle(self, delivery: Delivery) -> Message | None:
-        match delivery.message:
-            case Assign() as assign:
-                await self._assign(assign)
-            case Grant(groups):
-                for spec in groups:
-                    if spec.group not in self._running and spec.group not in self._finished:
-                        self._running.add(spec.group)
-                        self._ended(self._engine.add(self._draw(spec), self._time()))
-                self._schedule()
-            case Release(groups):
-                self._release(groups)
-            case Switch(version):
-                await self._switch(version)
-            case Peers():
-                """Where servers are is known here."""
-            case Commit(plan):
-                self._commit(plan)
-                return Ok()
-            case other:
-                return Refused(f"a rollout unit does not understand {type(other).__name__}")
-        return None
-
-    async def peer_gone(self, event: PeerGone) -> None:
-        """Nothing is kept for a peer."""
-
-    async def background(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self._stop()
-        self._devices.broken.pop(self._slot, None)
-        self._devices.generating -= {self._slot}
-
-    def _time(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def _assign(self, assign: Assign) -> None:
-        began = self._time()
-        self._control.advance(assign.plan.epoch)
-        self._stop()
-        self._assigned = assign
-        layout, devices = assign.emu.layout, self._devices
-        self._engine = Engine(self._config.rollout.max_live, devices.truth.cache_tokens(layout))
-        self._engine.prefill_s = lambda tokens: devices.truth.prefill_s(layout, int(tokens))
-        self._engine.restart(began)
-        self._finished.clear()
-        devices.generating |= {self._slot}
-        if assign.emu.slots[0] == self._slot:
-            devices.broken |= dict.fromkeys(assign.emu.slots, self._stop)
-            self._collector = devices.collect
-        await asyncio.sleep(ENGINE_START_S)
-        await self._control.send(SUPERVISOR, Ready(assign.emu.id, self._time() - began))
-
-    def _stop(self) -> None:
-        """Generate nothing any more; what was running is lost."""
-        self._running.clear()
-        self._engine.restart(self._time())
-        for timer in (*self._scoring.values(), *([self._timer] if self._timer else [])):
-            timer.cancel()
-        self._scoring.clear()
-        self._timer = None
-
-    def _commit(self, plan: Plan) -> None:
-        """Go on; a new collector gets what is not trained yet."""
-        asyncio.get_running_loop().call_soon(self._hand_all_over)
-
-    def _hand_all_over(self) -> None:
-        collector = self._devices.collect
-        if collector is not None and collector != self._collector:
-            self._collector = collector
-            for group in tuple(self._finished.values()):
-                collector(group)
-
-    async def _switch(self, version: int) -> None:
-        """Take over the newest weights while decoding pauses."""
-        publications, assigned = self._devices.publications, self._assigned
-        if publications.tell is None or assigned is None:
-            return await self._control.send(SUPERVISOR, Fault(self._control.name, "no new weights", fatal=False))
-        began = self._time()
-        emu = assigned.emu
-        pull_s = self._devices.links.from_host_s(self._devices.weights_bytes / len(emu.slots))
-        self._ended(self._engine.advance(began))
-        self._engine.stall(pull_s)
-        self._schedule()
-        await asyncio.sleep(pull_s)
-        version = max(version, publications.visible)
-        live = self._engine.live
-        self._ended(self._engine.switch(version, self._speed(version), 0.0, self._time()))
-        self._schedule()
-        await self._control.send(SUPERVISOR, WeightsLive(version, checksum(version), pull_s, live))
-
-    def _speed(self, version: int) -> Speed:
-        assert self._assigned is not None
-        truth, emu = self._devices.truth, self._assigned.emu
-        slow = truth.noise.slowest(emu.slots, version) * truth.noise.jitter("decode", emu.slots[0], version)
-        cached_s = truth.cached_s(emu.layout, version) * slow
-        step_s = functools.cache(lambda live: truth.decode_s(emu.layout, emu.slots, live, version) * slow)
-        return Speed(step_s, cached_s)
-
-    def _schedule(self) -> None:
-        """Wake when the next sequence ends."""
-        if self._timer is not None:
-            self._timer.cancel()
-        at = self._engine.next_end()
-        self._timer = asyncio.get_running_loop().call_at(at, self._wake) if at != float("inf") else None
-
-    def _wake(self) -> None:
-        self._timer = None
-        self._ended(self._engine.advance(self._time()))
-        self._schedule()
-
-    def _ended(self, groups: list[Drawn]) -> None:
-        """Have finished groups scored."""
-        for group in groups:
-            score_s = self._devices.truth.noise.stream("reward", group.spec.group).lognormvariate(-0.5, 0.6)
-            handle = asyncio.get_running_loop().call_later(score_s, self._scored, group, score_s)
-            self._scoring[group.spec.group] = handle
-
-    def _scored(self, group: Drawn, score_s: float) -> None:
-        spec = group.spec
-        del self._scoring[spec.group]
-        rewards = self._devices.truth.noise.stream("rewards", spec.group)
-        longest = self._config.rollout.max_new_tokens
-        samples = tuple(
-            Sample(tokens, float(rewards.random() < 0.5), "stop" if tokens < longest else "length", first, last)
-            for tokens, first, last in zip(group.lengths, group.firsts, group.lasts, strict=True)
-        )
-        accepted = GroupAccepted(
-            spec.group,
-            spec.attempt,
-            spec.row,
-            self._control.name,
-            min(group.firsts),
-            max(group.lasts),
-            group.prompt_tokens,
-            samples,
-            self._time() - score_s - group.began,
-            score_s,
-        )
-        self._running.discard(spec.group)
-        self._finished[spec.group] = accepted
-        collector = self._devices.collect
-        if collector is not None:
-            self._hand_all_over()
-            collector(accepted)
-
-    def _release(self, groups: tuple[int, ...]) -> None:
-        for group in groups:
-            self._finished.pop(group, None)
-            if group in self._running:
-                self._running.discard(group)
-                if (timer := self._scoring.pop(group, None)) is not None:
-                    timer.cancel()
-                self._ended(self._engine.drop(group, self._time()))
-        self._schedule()
-
-
-def checksum(version: int) -> str:
-    """Return what stands for the contents of a version."""
-    return f"{version:016x}"
 
 
 class SimulatedRelay:

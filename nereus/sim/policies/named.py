@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nereus.errors import ConfigError
+from nereus.sim.policies.checkpoint_restart import CheckpointRestart
+from nereus.sim.policies.fully_async import FullyAsync
+from nereus.sim.policies.laminar import Laminar
+from nereus.sim.policies.one_step_off import OneStepOff
 from nereus.sim.policy import Given, Nereus, Policy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "nereus": Nereus,
     "given": Given,
+    "laminar": Laminar,
+    "one_step_off": OneStepOff,
+    "fully_async": FullyAsync,
+    "checkpoint_restart": CheckpointRestart,
 }
 
 
