@@ -34,8 +34,9 @@ from nereus.errors import NereusError
 from nereus.runtime.fleet import Worker
 from nereus.runtime.journal import plain, read_journal, replay
 from nereus.runtime.surroundings import TransitionProgress
+from nereus.sim.course import Failures
 from nereus.sim.loop import Deadlock, run_virtual
-from nereus.sim.simulation import Failures, Simulation
+from nereus.sim.simulation import Simulation
 from nereus.sim.trace import Trace
 
 JOB = Path(__file__).parents[2] / "launchers" / "simulated" / "grpo_8b.toml"

@@ -24,10 +24,11 @@ from nereus.runtime.folder import RunFolder
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.resume import JOB_FILE
 from nereus.runtime.wire import store_config
+from nereus.sim.course import Failures
 from nereus.sim.policies.named import named
 from nereus.sim.policy import Given, Nereus
 from nereus.sim.recorded import Recorded, record
-from nereus.sim.simulation import Failures, check_start
+from nereus.sim.simulation import check_start
 from nereus.sim.trace import Trace, load_trace
 
 UNCHANGING = Trace("none", "nothing changes")

@@ -8,7 +8,7 @@ a nearer horizon never turns a refusal into an admission.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -49,6 +49,12 @@ class Verdict(Struct, frozen=True):
     """Seconds saved in every step."""
     payback_steps: float
     allowed_steps: float
+
+
+class Admission(Protocol):
+    """Decides about one plan on offer."""
+
+    def __call__(self, offer: Offer, *, gamma: float) -> Verdict: ...
 
 
 def admit(offer: Offer, *, gamma: float = GAMMA) -> Verdict:

@@ -16,7 +16,7 @@ from nereus.control.candidates import problem as state_problem
 from nereus.control.placement import Placement, place
 from nereus.control.problem import Candidate, Infeasible, Problem, Solution, gib, usable_bytes
 from nereus.control.search import solve, solve_groupings
-from nereus.core.plan import Emu, Layout, ModelStage, Plan, Replication
+from nereus.core.plan import Emu, Layout, ModelStage, Plan, Replication, SlotId
 
 
 class Pin(Struct, frozen=True):
@@ -47,6 +47,8 @@ class Question(Struct, frozen=True):
     pins: tuple[Pin, ...] = ()
     host_s: float = 0.0
     """CPU-side processing of a step."""
+    leaving: tuple[SlotId, ...] = ()
+    """Slots that will be taken away and still work: no plan may use them, but what they hold can be sent."""
 
 
 class Found(Struct, frozen=True):
@@ -117,7 +119,7 @@ def intact(question: Question) -> Plan:
     Units that are not the algorithm's (the relays, which use no slot of the pool) are always kept.
     """
     current = question.current or Plan(-1, ())
-    pool = {slot for node in question.pricing.cluster.nodes for slot in node.slots}
+    pool = {slot for node in question.pricing.cluster.nodes for slot in node.slots} | set(question.leaving)
     planned = set(question.pricing.workflow.model_stages)
     kept = tuple(emu for emu in current.emus if emu.model_stage not in planned or pool.issuperset(emu.slots))
     return replace(current, emus=kept)

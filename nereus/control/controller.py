@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nereus.control.admission import GAMMA, WITHIN, Offer, admit
+from nereus.control.admission import GAMMA, WITHIN, Admission, Offer, admit
 from nereus.control.horizon import Horizon
-from nereus.control.monitor import Monitor, Signals, Trigger
+from nereus.control.monitor import Monitoring, Signals, Trigger
 from nereus.core.plan import Plan, PlanEpoch, SlotId
 
 SLOTS = "slots"
@@ -175,10 +175,11 @@ class _Searching(Struct, frozen=True):
 class Controller:
     """The state machine; ``on`` takes one event and returns the effects in the order they are to be carried out."""
 
-    def __init__(self, plan: Plan, monitor: Monitor, *, gamma: float = GAMMA) -> None:
+    def __init__(self, plan: Plan, monitor: Monitoring, *, gamma: float = GAMMA, admission: Admission = admit) -> None:
         self.plan = plan
         self.monitor = monitor
         self.gamma = gamma
+        self._admission = admission
         self.horizon = Horizon()
         self.held = False
         self.moving: Plan | None = None
@@ -275,7 +276,7 @@ class Controller:
             return [Record("stale", f"search {found.search} was overtaken")]
         effects = list[Effect]()
         for proposal in _eligible(found.proposals, urgent=searching.urgent):
-            verdict = admit(self._offer(proposal, searching), gamma=self.gamma)
+            verdict = self._admission(self._offer(proposal, searching), gamma=self.gamma)
             numbers = {
                 "latency_now_s": proposal.latency_now_s,
                 "latency_new_s": proposal.latency_new_s,

@@ -9,7 +9,7 @@ lengths are those of the newest steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from msgspec import Struct
@@ -21,8 +21,10 @@ from nereus.control.choose import Pin, Question
 from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass
 from nereus.control.memory import MemoryCalibration
 from nereus.control.monitor import Signals
+from nereus.control.move import state_terms
+from nereus.control.problem import usable_bytes
 from nereus.core.cluster import Cluster
-from nereus.core.plan import ModelStage, Plan, Stage
+from nereus.core.plan import ModelStage, Plan, SlotId, Stage
 from nereus.core.workload import Lengths
 
 WINDOW = 3
@@ -99,14 +101,20 @@ class Estimate(Struct, frozen=True):
         }
         return Signals(sum(lengths) / len(lengths), float(p95), achieved, facts.peak_bytes)
 
-    def question(self, cluster: Cluster, plan: Plan, ordinals: Mapping[ModelStage, int]) -> Question:
-        """Return the question of the best plan on ``cluster`` when ``plan`` runs."""
+    def question(
+        self, cluster: Cluster, plan: Plan, ordinals: Mapping[ModelStage, int], leaving: Iterable[SlotId] = ()
+    ) -> Question:
+        """Return the question of the best plan on ``cluster`` when ``plan`` runs, in part perhaps on ``leaving``."""
         used = tuple(sorted(ordinals.items()))
-        return Question(replace(self.pricing, cluster=cluster), plan, used, self.pins)
+        pricing = replace(self.pricing, cluster=cluster)
+        return Question(pricing, plan, used, self.pins, leaving=tuple(sorted(leaving)))
 
 
 def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] | None:
-    """Return the price list with the units of ``stage`` as they run, and their row in it."""
+    """Return the price list with the units of ``stage`` as they run, and their row in it.
+
+    Where it holds several batches, the largest that fits beside what else is on the units' slots.
+    """
     replication = plan.replication(stage)
     if replication is None:
         return None
@@ -115,7 +123,26 @@ def _row(pricing: Pricing, plan: Plan, stage: ModelStage) -> tuple[Priced, int] 
     setups = priced.setups
     same = (setups.tp == replication.layout.tp) & (setups.pp == replication.layout.pp) & (setups.dp == replication.dp)
     rows = np.flatnonzero(same)
-    return (priced, int(rows[-1])) if len(rows) else None
+    if len(rows) <= 1:
+        return (priced, int(rows[0])) if len(rows) else None
+    resident, transient = priced.memory.resident_bytes(), priced.memory.transient_bytes(pricing.calibration)
+    needed = np.broadcast_to(resident + transient, (len(setups),)) + _beside(pricing, plan, stage)
+    fitting = rows[needed[rows] <= usable_bytes(int(pricing.cluster.device.memory_bytes))]
+    return priced, int(fitting[-1] if len(fitting) else rows[0])
+
+
+def _beside(pricing: Pricing, plan: Plan, stage: ModelStage) -> int:
+    """Return the bytes that units of other model-stages hold on the fullest slot of ``stage``."""
+    mine = {slot for emu in plan.of(stage) for slot in emu.slots}
+    held = dict.fromkeys(mine, 0)
+    for other in plan.model_stages():
+        units = plan.of(other)
+        if other == stage or mine.isdisjoint(slot for emu in units for slot in emu.slots):
+            continue
+        state = sum(state_terms(pricing, other, units[0].layout).values())
+        for slot in mine.intersection(slot for emu in units for slot in emu.slots):
+            held[slot] += state
+    return max(held.values(), default=0)
 
 
 def _believed(memory: MemoryCalibration, newest: tuple[tuple[float, float, float], ...]) -> MemoryCalibration:
@@ -133,6 +160,7 @@ def _peaks(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[tuple[float, 
         float(np.broadcast_to(term, (len(priced.setups),))[row]) for term in priced.memory.transient.values()
     )
     state = sum(float(np.broadcast_to(term, (len(priced.setups),))[row]) for term in priced.memory.resident.values())
+    state += _beside(pricing, plan, ModelStage(Stage.TRAINING))
     return [(state, transient, float(facts.peak_bytes))]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from statistics import median
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -48,6 +49,16 @@ class Trigger(Struct, frozen=True):
     signal: str
     because: str
     urgent: bool = False
+
+
+class Monitoring(Protocol):
+    """Says when there is reason to think again: a value, replaced at every step."""
+
+    def observe(self, signals: Signals) -> tuple[Monitoring, tuple[Trigger, ...]]:
+        """Take in one step."""
+
+    def rebased(self) -> Monitoring:
+        """Return it after a replan."""
 
 
 def tolerance(signal: str) -> float:

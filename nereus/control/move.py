@@ -1,10 +1,11 @@
 """What does it take to get from one plan to another: which graph, how long, how many bytes, how full a slot?
 
 Joins what the memory model knows of state with what the transition package knows of order. State means what a replica
-holds between steps; gradients take memory but are never sent, for at a safe boundary there are none. Copies that no
-intact unit has left are *restored*: frozen and published weights come from the host (the model's files, the relay);
-trained state that is gone is in a checkpoint only, and the move is stuck. Invariants (tests/control/test_move.py): no
-change costs nothing; the peak is that of the states on the way; equal input gives equal output.
+holds between steps: no gradients, for at a safe boundary there are none (that a plan has room for them is the
+planner's to see). Copies that no intact unit has left are *restored*: frozen and published weights come from the host
+(the model's files, the relay); trained state that is gone is in a checkpoint only, and the move is stuck. Invariants
+(tests/control/test_move.py): no change costs nothing; the peak is that of the states on the way; equal input gives
+equal output.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ def move(pricing: Pricing, current: Plan, target: Plan) -> Move:
     lost = [str(stage) for stage in gone if stage.stage is Stage.TRAINING]
     if lost:
         return Move(None, 0.0, 0, 0, gone, f"no intact unit holds {', '.join(lost)}: only a checkpoint has it")
-    memory, moving = _memories(pricing, current, target)
+    memory = _memory(pricing, current, target)
     kept = replace(target, emus=tuple(emu for emu in target.emus if emu.model_stage not in gone))
     rates = _rates(pricing)
-    seconds = PrimitiveSeconds(rates, moving)
+    seconds = PrimitiveSeconds(rates, memory)
     groups = tuple(pricing.workflow.concurrency_groups())
     dag = compile_transition(current, kept, groups=groups, memory=memory, seconds=seconds)
     if isinstance(dag, Stuck):
         return Move(None, 0.0, 0, 0, gone, str(dag))
     peak, took = _play(dag, seconds)
     restored = [emu for emu in target.emus if emu.model_stage in gone]
-    loads = [moving.footprint(emu.model_stage, emu.layout) for emu in restored]
+    loads = [memory.footprint(emu.model_stage, emu.layout) for emu in restored]
     took += max(loads, default=0) / rates.host_bytes_per_s
-    moved = sum(wire_bytes(primitive, moving) for primitive in dag.primitives)
+    moved = sum(wire_bytes(primitive, memory) for primitive in dag.primitives)
     moved += sum(load * len(emu.slots) for load, emu in zip(loads, restored, strict=True))
     peak = max(peak, _fullest(target, memory)) + round(pricing.calibration.workspace_bytes)
     pause = rates.pause_s if dag.primitives or restored else 0.0
@@ -84,8 +85,7 @@ def move(pricing: Pricing, current: Plan, target: Plan) -> Move:
 
 def seconds_of(pricing: Pricing, dag: TransitionDag) -> Callable[[Primitive], float]:
     """Return the prices of single primitives, for tables."""
-    _, moving = _memories(pricing, dag.current, dag.target)
-    return PrimitiveSeconds(_rates(pricing), moving)
+    return PrimitiveSeconds(_rates(pricing), _memory(pricing, dag.current, dag.target))
 
 
 def wire_bytes(primitive: Primitive, moving: Memory) -> int:
@@ -129,16 +129,14 @@ def state_terms(pricing: Pricing, stage: ModelStage, layout: Layout) -> dict[str
     return {name: int(np.ceil(np.max(size))) for name, size in terms.resident.items()}
 
 
-def _memories(pricing: Pricing, current: Plan, target: Plan) -> tuple[Memory, Memory]:
-    """Return what state takes on slots, and what of it is sent."""
+def _memory(pricing: Pricing, current: Plan, target: Plan) -> Memory:
+    """Return what state takes on slots while a plan changes: at a safe boundary there are no gradients."""
     held: dict[tuple[ModelStage, Layout], int] = {}
-    sent: dict[tuple[ModelStage, Layout], int] = {}
     for stage in {*current.model_stages(), *target.model_stages()}:
         layouts = {emu.layout for plan in (current, target) for emu in plan.of(stage)[:1]}
         for layout in layouts | {common_layout(one, other) for one in layouts for other in layouts}:
             terms = state_terms(pricing, stage, layout)
-            held[stage, layout] = sum(terms.values())
-            sent[stage, layout] = held[stage, layout] - terms.get("gradients", 0)
+            held[stage, layout] = sum(terms.values()) - terms.get("gradients", 0)
     cluster = pricing.cluster
     capacity = usable_bytes(int(cluster.device.memory_bytes)) - round(pricing.calibration.workspace_bytes)
     wholes = dict.fromkeys((stage for stage, _ in held), 0)
@@ -151,8 +149,7 @@ def _memories(pricing: Pricing, current: Plan, target: Plan) -> tuple[Memory, Me
         host_of={slot: node.host for node in cluster.nodes for slot in node.slots},
     )
     # What is on a slot now is there, whatever the model says of its capacity.
-    memory = replace(memory, capacity_bytes=max(capacity, _fullest(current, memory)))
-    return memory, replace(memory, shard_bytes=sent)
+    return replace(memory, capacity_bytes=max(capacity, _fullest(current, memory)))
 
 
 def _fullest(plan: Plan, memory: Memory) -> int:

@@ -72,7 +72,7 @@ def latency_now(question: Question) -> float:
     the plan says.
     """
     current = question.current
-    if current is None or len(intact(question).emus) < len(current.emus):
+    if current is None or len(intact(question).emus) < len(current.emus) or current.slots() & {*question.leaving}:
         return math.inf
     now = replications(current)
     problem = stated(replace(question, pins=()))

@@ -21,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nereus.config import JobConfig
+from nereus.control.admission import Admission, admit
 from nereus.control.controller import (
     AbortTransition,
     BeginTransition,
@@ -38,14 +39,14 @@ from nereus.control.controller import (
     TransitionEnded,
 )
 from nereus.control.estimate import Estimate, StepFacts
-from nereus.control.monitor import Monitor
+from nereus.control.monitor import Monitor, Monitoring
 from nereus.core.change import parse_supply
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Plan, PlanEpoch, SlotId
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Journal
 from nereus.runtime.replaying import to_plain
-from nereus.runtime.schedule import Schedule, Wish
+from nereus.runtime.schedule import Asking, Schedule, Wish
 from nereus.runtime.searching import Answered, Asked, Searcher
 
 SETTLING_STEPS = 2
@@ -79,16 +80,24 @@ class Adaptation:
         searcher: Searcher,
         journal: Journal,
         report: Callable[[Answered], None],
+        asking: Asking | None = None,
+        monitor: Monitoring | None = None,
+        admission: Admission = admit,
     ) -> None:
-        """``report`` is called with the answer to each search; the supervisor passes it on to ``answered``."""
+        """``report`` is called with the answer to each search; the supervisor passes it on to ``answered``.
+
+        ``asking`` holds what is asked for when nothing was decided: by default what the job file says. ``monitor`` says
+        when to think again, ``admission`` what is worth its way; by default as Nereus does.
+        """
         self._config = config
-        self._schedule = Schedule(config, plan, step)
+        self._schedule: Asking = asking or Schedule(config, plan, step)
         self._estimate = estimate
         self._cluster = cluster
         self._searcher = searcher
         self._journal = journal
         self._report = report
-        self._controller = Controller(plan, Monitor(int(cluster.device.memory_bytes)), gamma=config.adapt.gamma)
+        watched = monitor or Monitor(int(cluster.device.memory_bytes))
+        self._controller = Controller(plan, watched, gamma=config.adapt.gamma, admission=admission)
         self._plan = plan
         self._step = self._first_step = step
         self._since = 0
@@ -272,7 +281,9 @@ class Adaptation:
                 """Holding is the supervisor's: a plan changes at boundaries only, and lost units hold at once."""
 
     def _search(self, search: Search) -> None:
-        question = self._estimate.question(self._usable(), self._plan, self._schedule.ordinals)
+        question = self._estimate.question(
+            self._usable(), self._plan, self._schedule.ordinals, self._drained & self._present
+        )
         asked = Asked(search.search, search.widening, question)
 
         async def ask() -> None:

@@ -13,11 +13,12 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.control.estimate import StepFacts
 from nereus.core.change import parse_changes
-from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, ModelStage, Plan, Replication, SlotId
+from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Emu, ModelStage, Plan, Replication, SlotId
 from nereus.runtime.placement import next_plan, ordinals_after
 from nereus.runtime.searching import Answered
 from nereus.runtime.surroundings import RunFailed
@@ -69,6 +70,78 @@ class Planning(Protocol):
         """Take the answer to a search."""
 
     async def close(self) -> None: ...
+
+
+class Asking(Protocol):
+    """Holds what is asked for when nobody decides."""
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId], gone: Collection[SlotId] = ()) -> Wish | None:
+        """Return the plan to change to before the next step; None: stay."""
+
+    def ask(self, plan: Plan, why: str) -> None:
+        """Ask for ``plan`` from now on."""
+
+    @property
+    def ordinals(self) -> dict[ModelStage, int]:
+        """The first ordinal of each model-stage that no plan has used."""
+
+    def began(self, plan: Plan) -> None:
+        """Note that a change to ``plan`` is tried."""
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        """Note that a change has led to ``plan``, or has failed and left ``plan`` in force."""
+
+
+class Standing:
+    """The plan that was decided last, of any workflow: due again when a loss took units and their slots are back."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._asked = plan
+        self._why = "the first plan"
+        self._ordinals = ordinals_after(plan, {})
+        self._tries = 0
+
+    def wish(self, step: int, plan: Plan, slots: Sequence[SlotId], gone: Collection[SlotId] = ()) -> Wish | None:
+        missing = self._asked.slots() - frozenset(slots)
+        if missing or self._tries >= MAX_TRIES or _places(plan) == _places(self._asked):
+            return None
+        return Wish(self._again(plan), f"slots are back: {self._why}")
+
+    def ask(self, plan: Plan, why: str) -> None:
+        self._asked, self._why, self._tries = plan, why, 0
+
+    @property
+    def ordinals(self) -> dict[ModelStage, int]:
+        return dict(self._ordinals)
+
+    def began(self, plan: Plan) -> None:
+        self._tries += 1
+        self._ordinals = ordinals_after(plan, self._ordinals)
+
+    def ended(self, plan: Plan, failure: str, seconds: float) -> None:
+        if not failure:
+            self._tries = 0
+
+    def _again(self, plan: Plan) -> Plan:
+        """Return what is asked for with the units that run, and fresh ones in the place of those that are lost."""
+        there = {_place(emu): emu for emu in plan.emus}
+        ordinals = dict(self._ordinals)
+        units = list[Emu]()
+        for emu in self._asked.emus:
+            if (found := there.get(_place(emu))) is None:
+                number = ordinals.get(emu.model_stage, 0)
+                found = replace(emu, ordinal=number)
+                ordinals[emu.model_stage] = number + 1
+            units.append(found)
+        return Plan(plan.epoch + 1, tuple(sorted(units)), self._asked.recomputed)
+
+
+def _place(emu: Emu) -> Emu:
+    return replace(emu, ordinal=0)
+
+
+def _places(plan: Plan) -> frozenset[Emu]:
+    return frozenset(map(_place, plan.emus))
 
 
 class Schedule:

@@ -21,9 +21,9 @@ from nereus.runtime.metrics import read_metrics
 from nereus.runtime.summary import column, finite, mean
 from nereus.runtime.wire import store_config
 from nereus.sim.comparison import RunResult, result_of
+from nereus.sim.course import Failures
 from nereus.sim.policy import Policy
 from nereus.sim.recorded import record
-from nereus.sim.simulation import Failures
 from nereus.sim.trace import Trace
 
 

@@ -5,7 +5,8 @@ depends on how many are alive and a part for every cached token. Both are known,
 sequence has a closed form, and nothing is walked token by token. Owner: the actor of a unit's first slot.
 
 Invariants (tests/sim/test_engine.py): equal to a walk token by token; a sequence is never served beyond the room for
-sequences and cached tokens; what is in flight at a switch goes on under the new version.
+sequences and cached tokens; what is in flight at a switch goes on under the new version; without waits the closed form
+of the whole is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -53,6 +54,21 @@ class Speed(Struct, frozen=True):
     step_s: Cost
     cached_s: float
     """For each cached token, in each decode step."""
+
+
+def all_at_once(groups: Sequence[tuple[int, tuple[int, ...]]], speed: Speed, prefill_s: Cost) -> float:
+    """Return when an engine with room for all of ``groups`` (prompt tokens, response lengths) is through.
+
+    What ``Engine`` comes to if nothing happens on the way: the sequences end in the order of their lengths.
+    """
+    lengths = sorted(length for _, responses in groups for length in responses)
+    seconds, before = 0.0, 0
+    for ended, length in enumerate(lengths):
+        if length > before:
+            seconds += speed.step_s(len(lengths) - ended) * (length - before)
+            before = length
+    cached = sum(length * (prompt + length / 2) for prompt, responses in groups for length in responses)
+    return seconds + speed.cached_s * cached + sum(prefill_s(prompt) for prompt, _ in groups)
 
 
 class Engine:

@@ -16,6 +16,18 @@ from nereus.core.plan import SlotId
 REACHED = 0.78
 """Ours: share of a link's bandwidth that large transfers reach."""
 
+COMMUNICATOR_S = 1.2
+COMMUNICATOR_RANK_S = 3e-3
+"""Ours: setting up process groups, and for each rank of them."""
+
+ENGINE_START_S = 6.0
+"""Ours: building a generation engine: cache, kernels, graphs."""
+
+
+def communicators_s(ranks: int) -> float:
+    """Return the seconds of setting up a process group."""
+    return COMMUNICATOR_S + COMMUNICATOR_RANK_S * ranks
+
 
 class Links:
     """The ways between the slots of a cluster, and until when each is taken."""

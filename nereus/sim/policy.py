@@ -21,20 +21,27 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nereus.config import JobConfig
+from nereus.control.admission import Admission, admit
+from nereus.control.choose import Question, start_plan
 from nereus.control.estimate import Estimate, StepFacts
+from nereus.control.monitor import Monitoring
+from nereus.control.problem import Infeasible
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Plan, SlotId
 from nereus.core.shape import ModelShape
+from nereus.errors import ConfigError
 from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.journal import Journal
 from nereus.runtime.placement import initial_plan
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule, Wish
+from nereus.runtime.schedule import Asking, GivenPlans, Planning, Schedule, Wish
 from nereus.runtime.searching import Answered, Searcher
 from nereus.runtime.surroundings import RunFailed
 from nereus.sim.engine import Drawn
 from nereus.sim.serving import Serving, as_configured
+from nereus.sim.stages import Sampled, Stages
 from nereus.sim.trace import Trace
 from nereus.sim.truth import Truth
 
@@ -69,6 +76,66 @@ class Circumstances(Struct, frozen=True):
     halt: Callable[[float], None]
     """Stop all devices for so many seconds, as a restart of the job does: what is in flight begins anew after it, and
     state that a change moves meanwhile is in place."""
+    asking: Asking | None = None
+    """What is asked for when nothing was decided; None: what the job file says."""
+
+
+class Opening(Struct, frozen=True):
+    """What a policy of a synchronous run may know before the first step."""
+
+    question: Question
+    """The planner's, on the slots that are there."""
+    stages: Stages
+    """The world's truth: for baselines whose rule is a sweep, and for oracles."""
+    sampled: Sampled
+    """What the first step will be like, in truth."""
+
+    def fastest(self) -> Plan:
+        """Return what the planner would begin with; ``ConfigError`` where nothing fits."""
+        found = start_plan(self.question)
+        if isinstance(found, Infeasible):
+            remedy = "take more slots, a smaller model or shorter responses"
+            raise ConfigError(f"no plan fits: {found.because}", where="cluster", remedy=remedy)
+        return replace(found.placement.plan, epoch=0)
+
+
+class SynchronousPolicy(Protocol):
+    """One way of deciding about plans of a synchronous workflow."""
+
+    @property
+    def name(self) -> str:
+        """One word for tables."""
+
+    @property
+    def source(self) -> str:
+        """Where its rules are published."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its trainers' replicas share their state (ZeRO, stage 3)."""
+
+    def opening(self, start: Opening) -> Plan:
+        """Return what the run starts with, and starts anew with after its state is lost."""
+
+    def planning(self, now: Circumstances) -> Planning:
+        """Return the decider of one attempt."""
+
+
+def adaptation(now: Circumstances, *, monitor: Monitoring | None = None, admission: Admission = admit) -> Adaptation:
+    """Return the live runtime's controller; ``monitor`` and ``admission`` replace its rules."""
+    return Adaptation(
+        now.config,
+        now.plan,
+        step=now.step,
+        estimate=now.estimate,
+        cluster=now.cluster,
+        searcher=now.searcher,
+        journal=now.journal,
+        report=now.report,
+        asking=now.asking,
+        monitor=monitor,
+        admission=admission,
+    )
 
 
 class Policy(Protocol):
@@ -113,18 +180,14 @@ class Nereus(AsStated, frozen=True):
 
     name: str = "nereus"
     source: str = "this project"
+    sharded: bool = False
+
+    def opening(self, start: Opening) -> Plan:
+        """What the planner finds with its priors."""
+        return start.fastest()
 
     def planning(self, now: Circumstances) -> Planning:
-        return Adaptation(
-            now.config,
-            now.plan,
-            step=now.step,
-            estimate=now.estimate,
-            cluster=now.cluster,
-            searcher=now.searcher,
-            journal=now.journal,
-            report=now.report,
-        )
+        return adaptation(now)
 
 
 class Given(AsStated, frozen=True):

@@ -25,9 +25,10 @@ from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
 from nereus.runtime.summary import Summary, summarize
 from nereus.runtime.surroundings import Outcome
+from nereus.sim.course import Failures
 from nereus.sim.loop import run_virtual
 from nereus.sim.policy import Policy
-from nereus.sim.simulation import Failures, Simulation
+from nereus.sim.simulation import Simulation
 from nereus.sim.trace import Trace
 
 

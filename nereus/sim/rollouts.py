@@ -37,10 +37,8 @@ from nereus.config import JobConfig
 from nereus.core.plan import Plan, SlotId
 from nereus.sim.devices import Devices
 from nereus.sim.engine import Drawn, Engine, Speed
+from nereus.sim.links import ENGINE_START_S
 from nereus.sim.serving import Serving
-
-ENGINE_START_S = 6.0
-"""Ours: building a generation engine: cache, kernels, graphs."""
 
 Draw = Callable[[GroupSpec], Drawn]
 

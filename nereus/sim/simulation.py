@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from nereus.actors.host import Actor
@@ -40,13 +39,14 @@ from nereus.runtime.regroup import StateLost
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered
 from nereus.runtime.surroundings import Observer, Origin, Outcome
+from nereus.sim.course import NOTICE_S, Course, Failures, usual_lengths
 from nereus.sim.devices import Devices
 from nereus.sim.engine import Drawn
 from nereus.sim.noise import Noise
 from nereus.sim.policy import Circumstances, Known, Nereus, Policy
 from nereus.sim.processes import VirtualProcesses
 from nereus.sim.slots import SimulatedRelay, SimulatedReward, SimulatedSlot
-from nereus.sim.trace import StepLengths, Trace
+from nereus.sim.trace import Trace
 from nereus.sim.truth import Truth
 from nereus.sim.world import SearchHere, Setting, World, ended
 from nereus.transition.reshard import TensorSpec
@@ -56,9 +56,6 @@ BOOT_S = 20.0
 
 RESTORE_S = 60.0
 """Ours: from the loss of all state until everything is started anew."""
-
-NOTICE_S = 120.0
-"""Of a slot that is taken back: what providers of spot machines commonly give."""
 
 SEARCH_S = 2.0
 """Ours: what a search of the planner takes."""
@@ -71,15 +68,6 @@ SETTINGS = Settings(heartbeat_s=0.0, resend_s=1e6, ack_delay_s=1e6, window=4096)
 """The bus in memory loses nothing, so nothing is sent twice; who falls silent is noticed by the world's own clock."""
 
 ROWS = 65536
-
-
-class Failures(Struct, frozen=True):
-    """Slots that die at random, besides those of the trace."""
-
-    mtbf_s: float = 0.0
-    """Mean time between failures of the whole pool; 0: none."""
-    hang_share: float = 0.1
-    """Of these that fall silent in the place of ending."""
 
 
 class SimulatedCheckpoints(CheckpointStore):
@@ -150,18 +138,16 @@ class Simulation:
         )
         slots = min(trace.slots_at(0, 0.0) or self.cluster.size, self.cluster.size)
         self.config = self.policy.job(self.config, slots, self._known)
-        self._failures = failures
         self._run_id = run_id
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self.journal = Journal(journal, clock=self._loop.time)
         self._checkpoints = SimulatedCheckpoints()
         self._dataset = Dataset(ROWS, lambda index: Row(str(index), "", {}), fingerprint="simulated", description="")
-        self._present = set(range(min(self._slots_at_start(), self.cluster.size)))
+        self._course = Course(trace, self.cluster.size, self.noise, failures, self)
         self._processes: VirtualProcesses | None = None
         self._endpoint: Any = None
         self._operator: Endpoint | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._attempt = 0
         self._step = 0
         self.restores = 0
@@ -177,7 +163,7 @@ class Simulation:
         origin = Origin(Path(), Path())
         outcome: Outcome | None = None
         reason = "failed"
-        self._schedule_events()
+        self._course.begin()
         tries, furthest = 0, -1
         try:
             while True:
@@ -193,13 +179,12 @@ class Simulation:
                         raise
                     self._observer.note(f"{lost}; going on from the newest checkpoint")
                     await asyncio.sleep(RESTORE_S)
-                    origin, plan = self._restored(), fitted(plan, self._present)
+                    origin, plan = self._restored(), fitted(plan, self._course.present)
         except NereusError as error:
             reason = str(error)
             raise
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._course.end()
             ended(self.journal, outcome, reason)
 
     # One attempt
@@ -282,8 +267,9 @@ class Simulation:
         )
 
     def _first_plan(self) -> Plan:
-        plan = self.policy.first_plan(self.config, len(self._present), self._known)
-        check_start(plan, len(self._present))
+        present = len(self._course.present)
+        plan = self.policy.first_plan(self.config, present, self._known)
+        check_start(plan, present)
         return plan
 
     def _restored(self) -> Origin:
@@ -299,55 +285,30 @@ class Simulation:
         """Return what will come of a group: by its place in the sample order, so that every plan meets the same."""
         config = self.config
         step = spec.group // config.train.groups_per_step
-        lengths = self.trace.lengths_at(step) or _usual(config)
-        seed = (self._seed, spec.group)
-        drawn = lengths.sample(seed, config.rollout.group_size, config.rollout.max_new_tokens)
+        longest = config.rollout.max_new_tokens
+        lengths = self.trace.lengths_at(step) or usual_lengths(longest)
+        drawn = lengths.sample((self._seed, spec.group), config.rollout.group_size, longest)
         share = self.noise.stream("prompt", spec.row).uniform(0.25, 0.75)
         return Drawn(spec, max(1, round(share * config.rollout.max_prompt_tokens)), drawn)
 
     # Slots that come and go
 
-    def _slots_at_start(self) -> int:
-        return self.trace.slots_at(0, 0.0) or self.cluster.size
-
     def _boot_s(self, worker: str) -> float:
         slot = slot_of(worker)
-        return BOOT_S if slot is None or slot in self._present else float("inf")
-
-    def _schedule_events(self) -> None:
-        for supply in self.trace.supply:
-            if supply.at_s > 0:
-                self._loop.call_at(supply.at_s, self.supply, supply.slots, NOTICE_S)
-        for failure in self.trace.failures:
-            self._loop.call_at(failure.at_s, self.fail, failure.kind, failure.slot)
-        if self._failures.mtbf_s:
-            self._spawn(self._keep_failing())
+        return BOOT_S if slot is None or slot in self._course.present else float("inf")
 
     def stepped(self, steps: int) -> None:
         """Note that so many steps are done: some traces change the pool with steps."""
         self._step = steps
-        for supply in self.trace.step_supply:
-            if supply.at_step == steps:
-                self.supply(supply.slots, float("inf"))
+        self._course.stepped(steps)
 
-    def supply(self, slots: int, notice_s: float) -> None:
-        """Let there be ``slots`` slots; those that are taken back go when the plan has left them, or after a notice."""
-        wanted = min(slots, self.cluster.size)
-        if len(self._present) > wanted:
-            gone = sorted(self._present)[wanted:]
-            self._present.difference_update(gone)
-            self._spawn(self._take_back(gone, notice_s))
-        else:
-            absent = [slot for slot in range(self.cluster.size) if slot not in self._present]
-            self._add(absent[: wanted - len(self._present)])
-
-    def _add(self, slots: Sequence[SlotId]) -> None:
-        self._present.update(slots)
+    def add(self, slots: Sequence[SlotId]) -> None:
+        """Start the processes of slots that have come."""
         for slot in slots:
             if self._processes is not None and slot_worker(slot) not in self._processes:
                 self._processes.boot(slot_worker(slot), BOOT_S)
 
-    async def _take_back(self, slots: Sequence[SlotId], notice_s: float) -> None:
+    async def take_back(self, slots: Sequence[SlotId], notice_s: float) -> None:
         """Give notice, then end what is left."""
         processes, operator = self._processes, self._operator
         if processes is None or operator is None:
@@ -364,44 +325,33 @@ class Simulation:
             return
         await asyncio.sleep(notice_s)
         for slot in there:
-            if slot not in self._present and processes is self._processes:
+            if slot not in self._course.present and processes is self._processes:
                 processes.kill(slot_worker(slot))
 
     # What fails
 
-    async def _keep_failing(self) -> None:
-        source = self.noise.stream("failures")
-        while True:
-            await asyncio.sleep(source.expovariate(1.0 / self._failures.mtbf_s))
-            self.fail("hang" if source.random() < self._failures.hang_share else "kill", None)
-
-    def fail(self, kind: str, slot: SlotId | None) -> None:
-        """Let a slot fail; None: any of those that are there."""
+    def running(self) -> Sequence[SlotId]:
+        """Return the slots of the pool whose processes are there."""
         processes = self._processes
         if processes is None:
-            return
-        there = [other for other in sorted(self._present) if slot_worker(other) in processes]
-        if not there or (slot is not None and slot not in there):
-            return
-        victim = slot if slot is not None else self.noise.stream("victim", self._loop.time()).choice(there)
-        worker = slot_worker(victim)
+            return ()
+        return [slot for slot in sorted(self._course.present) if slot_worker(slot) in processes]
+
+    def fail(self, kind: str, slot: SlotId) -> None:
+        """Let the process of ``slot`` die or fall silent."""
+        processes = self._processes
+        assert processes is not None, "only slots that are there fail"
+        worker = slot_worker(slot)
         if kind == "hang":
             processes.hang(worker)
             self._loop.call_later(self.config.bus.liveness_s, self._silent, processes, worker)
             return
-        if kind == "reclaim":
-            self._present.discard(victim)
         processes.kill(worker)
 
     def _silent(self, processes: VirtualProcesses, worker: str) -> None:
         """Let the supervisor notice a worker that has said nothing for too long."""
         if processes is self._processes and processes.hangs(worker):
             self._endpoint.exclude(worker, f"silent for {self.config.bus.liveness_s:.1f} s")
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def prepared(config: JobConfig) -> JobConfig:
@@ -425,9 +375,3 @@ def fitted(plan: Plan, present: Collection[SlotId]) -> Plan:
         else:
             rollout = replace(rollout, dp=rollout.dp - 1)
     return replace(next_plan(plan, train, rollout, sorted(present)), epoch=0)
-
-
-def _usual(config: JobConfig) -> StepLengths:
-    """Return lengths for a trace that says nothing of them: half the longest in the mean."""
-    mean = config.rollout.max_new_tokens / 2
-    return StepLengths(mean, mean * 1.6)

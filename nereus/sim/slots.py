@@ -53,6 +53,7 @@ from nereus.config import JobConfig
 from nereus.core.plan import POLICY_TRAINING, Emu, ModelStage, Plan, SlotId, Stage
 from nereus.errors import OutOfMemory, ProtocolError, TransitionError
 from nereus.sim.devices import Batch, Devices, Held
+from nereus.sim.links import communicators_s
 from nereus.sim.rollouts import Draw, Rollout, checksum
 from nereus.sim.serving import Serving
 from nereus.sim.truth import tensors_of
@@ -61,10 +62,6 @@ from nereus.transition.reshard import Move, TensorSpec, elements
 
 STATE_BYTES = 12.0
 """Of a parameter: master and both moments."""
-
-COMMUNICATOR_S = 1.2
-COMMUNICATOR_RANK_S = 3e-3
-"""Ours: setting up process groups, and for each rank of them."""
 
 
 class SimulatedSlot(SlotActor):
@@ -307,7 +304,7 @@ class Trainer:
 
 
 def _communicators_s(plan: Plan) -> float:
-    return COMMUNICATOR_S + COMMUNICATOR_RANK_S * sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING))
+    return communicators_s(sum(len(emu.slots) for emu in plan.of(POLICY_TRAINING)))
 
 
 def _received_bytes(moves: tuple[Move, ...], slot: SlotId) -> float:

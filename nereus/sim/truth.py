@@ -44,6 +44,9 @@ HOST_SEQUENCE_S = 1.2e-6
 
 BLOCK_TOKENS = 16
 
+GATHER_OVERLAP = 0.7
+"""Ours: share of a micro-batch's computing behind which gathers of sharded weights hide."""
+
 WORKSPACE_BYTES = 2.1e9
 """Ours: context, libraries and communicators of a slot."""
 
@@ -56,11 +59,39 @@ class Step(Struct, frozen=True):
     peak_bytes: int
 
 
+class _Times(Struct, frozen=True):
+    """How often a micro-batch goes through a layer in each direction."""
+
+    forwards: float
+    backward: float
+
+
+_TRAINED = {False: _Times(1.0, 1.0), True: _Times(2.0, 1.0)}
+"""By whether activations are computed again."""
+
+_SCORED = _Times(1.0, 0.0)
+
+
 class Truth:
     """Seconds and bytes of one model on one cluster."""
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, noise: Noise, trace: Trace | None = None) -> None:
-        """Efficiencies drift as ``trace`` says."""
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        noise: Noise,
+        trace: Trace | None = None,
+        *,
+        head: bool = True,
+        sharded: bool = False,
+    ) -> None:
+        """Efficiencies drift as ``trace`` says.
+
+        ``head``: it has a projection onto the vocabulary; a critic's or reward model's is one number. ``sharded``: the
+        replicas of a trainer share weights, gradients and moments, and gather weights for every pass (ZeRO, stage 3).
+        """
+        self._head = head
+        self._sharded = sharded
         self.shape = shape
         self.cluster = cluster
         self.noise = noise
@@ -81,47 +112,83 @@ class Truth:
 
         All units train on equally many samples, give or take one; the slowest has the longest.
         """
+        layout = units[0].layout
+        piped, longest_s, operations, tokens = self._passes(units, lengths, step, budget, _TRAINED[recompute])
+        after = self._update(layout, units, longest_s, step)
+        operations |= {name: seconds for name, seconds in after.items() if seconds}
+        seconds = piped + sum(after.values())
+        slow = self._slow(units, step, "step")
+        peak = self._peak(layout, len(units), tokens, recompute) * self.noise.fragments(step)
+        return Step(seconds * slow, {name: value * slow for name, value in operations.items()}, round(peak))
+
+    def score(self, units: Sequence[Emu], lengths: Sequence[tuple[int, int]], step: int, budget: int) -> Step:
+        """Return one forward pass over samples of (prompt, response) tokens, packed as in training."""
+        seconds, _, operations, tokens = self._passes(units, lengths, step, budget, _SCORED)
+        slow = self._slow(units, step, units[0].model_stage)
+        peak = self._scoring_peak(units[0].layout, tokens) * self.noise.fragments(step)
+        return Step(seconds * slow, {name: value * slow for name, value in operations.items()}, round(peak))
+
+    def _passes(
+        self, units: Sequence[Emu], lengths: Sequence[tuple[int, int]], step: int, budget: int, times: _Times
+    ) -> tuple[float, float, dict[str, float], Array]:
+        """Return the seconds of the slowest unit, of its longest micro-batch, by class, and micro-batches' tokens."""
         layout, dp = units[0].layout, len(units)
         total = np.sort(np.array([prompt + response for prompt, response in lengths], float))[::-1][::dp]
         tokens, square = _packed(total, budget)
-        parts = self._parts(layout, units[0], tokens, square, recompute=recompute)
+        parts = self._parts(layout, units[0], tokens, square, times)
         drift = {name: self._drifted(name, step) for name in parts}
         parts = {name: seconds / drift[name] for name, seconds in parts.items()}
         stage = sum(parts.values(), np.zeros_like(tokens))
-        head = self._head_s(layout, tokens) / self._drifted(OperationClass.VOCABULARY, step)
+        head = self._head_s(layout, tokens, times) / self._drifted(OperationClass.VOCABULARY, step)
         last = stage + head if layout.pp == 1 else np.maximum(stage, stage * self._last_share(layout) + head)
-        piped = float(last.sum() + (layout.pp - 1) * last.max())
         operations = {str(name): float(seconds.sum()) for name, seconds in parts.items() if seconds.any()}
-        operations[str(OperationClass.VOCABULARY)] = float(head.sum())
-        after = self._update(layout, units, float(last.max()), step)
-        operations |= {name: seconds for name, seconds in after.items() if seconds}
-        seconds = piped + sum(after.values())
-        slow = self.noise.slowest([slot for unit in units for slot in unit.slots], step) * self.noise.jitter(
-            "step", step
-        )
-        peak = self._peak(layout, tokens, recompute) * self.noise.fragments(step)
-        return Step(seconds * slow, {name: value * slow for name, value in operations.items()}, round(peak))
+        if self._head:
+            operations[str(OperationClass.VOCABULARY)] = float(head.sum())
+        if self._sharded and times.backward:
+            kind, gather = self._gathers(layout, units, step)
+            shown = np.maximum(0.0, gather - GATHER_OVERLAP * last)
+            operations[str(kind)] = float(shown.sum())
+            last = last + shown
+        piped = float(last.sum() + (layout.pp - 1) * last.max())
+        return piped, float(last.max()), operations, tokens
+
+    def _gathers(self, layout: Layout, units: Sequence[Emu], step: int) -> tuple[OperationClass, float]:
+        """Return what a micro-batch sends where replicas share weights: two gathers and one scatter of gradients.
+
+        Each moves half of what an all-reduce of 16-bit values does.
+        """
+        link, name = self._link([slot for unit in units for slot in unit.slots])
+        size = np.array([self._local_parameters(layout) * 2.0])
+        whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
+        kind = OperationClass(f"gradients/{name}")
+        return kind, 1.5 * whole / self._drifted(kind, step)
+
+    def _slow(self, units: Sequence[Emu], step: int, what: object) -> float:
+        return self.noise.slowest([slot for unit in units for slot in unit.slots], step) * self.noise.jitter(what, step)
 
     def _parts(
-        self, layout: Layout, unit: Emu, tokens: Array, square: Array, *, recompute: bool
+        self, layout: Layout, unit: Emu, tokens: Array, square: Array, times: _Times
     ) -> dict[OperationClass, Array]:
-        """Return the seconds of each micro-batch on a pipeline rank by class: forward and backward."""
+        """Return the seconds of each micro-batch on a pipeline rank by class."""
         shape, tp = self.shape, layout.tp
         layers = math.ceil(shape.layers / layout.pp)
-        forwards = 2.0 if recompute else 1.0
+        forwards, backward = times.forwards, times.backward
         gemm = np.zeros_like(tokens)
         for inner, outer in self._products(tp):
             forward = product_s(self._chip, self._device, tokens, outer, inner)
-            backward = product_s(self._chip, self._device, tokens, inner, outer)
-            gemm = gemm + (forwards + 1.0) * forward + backward  # the weights' gradient has the forward product's size
+            inputs = product_s(self._chip, self._device, tokens, inner, outer)
+            gemm = gemm + (forwards + backward) * forward + backward * inputs
+            # the weights' gradient has the forward product's size
         heads = shape.heads / tp
-        core = attention_s(self._chip, self._device, tokens, square, heads, shape.head_dim) * (forwards + 2.4)
+        core = attention_s(self._chip, self._device, tokens, square, heads, shape.head_dim) * (
+            forwards + 2.4 * backward
+        )
         moved = tokens * 2.0 * (14.0 * shape.hidden + (6.0 * shape.intermediate + 4.0 * shape.hidden) / tp)
-        memory = (forwards + 2.0) * moved / (self._device.bytes_per_s * 0.75)
-        starting = (forwards + 2.0) * KERNELS * self._chip.start_s * np.ones_like(tokens)
+        memory = (forwards + 2.0 * backward) * moved / (self._device.bytes_per_s * 0.75)
+        starting = (forwards + 2.0 * backward) * KERNELS * self._chip.start_s * np.ones_like(tokens)
         link, name = self._link(unit.slots[:tp])
         size = tokens * shape.hidden * 2.0
-        reduce = 2.0 * (forwards + 1.0) * all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, tp, size)
+        reduce = 2.0 * (forwards + backward) * all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, tp, size)
         parts = {
             OperationClass.GEMM: gemm / IN_CONCERT,
             OperationClass.ATTENTION: core / IN_CONCERT,
@@ -132,7 +199,9 @@ class Truth:
         parts = {kind: seconds * layers for kind, seconds in parts.items()}
         if layout.pp > 1:
             link, name = self._link(unit.slots[::tp][:2])
-            hops = 2.0 * (link.latency_s + self._chip.link_start_s + size / tp / (link.bytes_per_s * self._chip.link))
+            hops = (1.0 + backward) * (
+                link.latency_s + self._chip.link_start_s + size / tp / (link.bytes_per_s * self._chip.link)
+            )
             parts[OperationClass(f"p2p/{name}")] = hops
         return parts
 
@@ -148,12 +217,14 @@ class Truth:
             (shape.intermediate / tp, shape.hidden),
         )
 
-    def _head_s(self, layout: Layout, tokens: Array) -> Array:
-        """Return the projection onto the vocabulary and its loss, forward and backward."""
+    def _head_s(self, layout: Layout, tokens: Array, times: _Times) -> Array:
+        """Return the projection onto the vocabulary and its loss."""
+        if not self._head:
+            return np.zeros_like(tokens)
         out = self.shape.vocab / layout.tp
         product = product_s(self._chip, self._device, tokens, out, self.shape.hidden)
-        logits = tokens * out * 4.0 * 5.0 / (self._device.bytes_per_s * 0.75)
-        seconds: Array = 3.0 * product / IN_CONCERT + logits
+        logits = tokens * out * 4.0 * (2.0 + 3.0 * times.backward) / (self._device.bytes_per_s * 0.75)
+        seconds: Array = (1.0 + 2.0 * times.backward) * product / IN_CONCERT + logits
         return seconds
 
     def _last_share(self, layout: Layout) -> float:
@@ -166,9 +237,11 @@ class Truth:
     def _update(self, layout: Layout, units: Sequence[Emu], last_s: float, step: int) -> dict[str, float]:
         """Return the gradient sum over units, as far as it shows, and the optimizer."""
         local = self._local_parameters(layout)
+        if self._sharded:
+            local /= len(units)
         optimizer = local * 30.0 / (self._device.bytes_per_s * 0.8) / self._drifted(OperationClass.OPTIMIZER, step)
         found = {str(OperationClass.OPTIMIZER): optimizer}
-        if len(units) > 1:
+        if len(units) > 1 and not self._sharded:
             link, name = self._link([unit.slots[0] for unit in units])
             size = np.array([local * 4.0])
             whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
@@ -178,22 +251,43 @@ class Truth:
 
     def _local_parameters(self, layout: Layout) -> float:
         shape = self.shape
-        ends = shape.embedding_parameters * (2.0 if layout.pp == 1 and not shape.tied else 1.0)
+        ends = shape.embedding_parameters * (2.0 if self._head and layout.pp == 1 and not shape.tied else 1.0)
         return math.ceil(shape.layers / layout.pp) * shape.layer_parameters(layout.tp) + ends / layout.tp
 
-    def _peak(self, layout: Layout, tokens: Array, recompute: bool) -> float:
+    def _peak(self, layout: Layout, dp: int, tokens: Array, recompute: bool) -> float:
         """Return the bytes of the fullest slot: state, activations of micro-batches in flight, logits, workspace."""
         shape, tp = self.shape, layout.tp
         layers = math.ceil(shape.layers / layout.pp)
         values = 6.0 * shape.hidden + (3.2 * shape.intermediate + 4.0 * shape.hidden) / tp
         kept = 1.0 * shape.hidden * layers + values if recompute else values * layers
         in_flight = float(np.sort(tokens)[::-1][: layout.pp].sum())
-        logits = float(tokens.max()) * shape.vocab / tp * 12.0 / (1.0 if layout.pp == 1 else 2.0)
-        return self._local_parameters(layout) * 18.0 + in_flight * kept * 2.0 + logits + WORKSPACE_BYTES
+        logits = float(tokens.max()) * shape.vocab / tp * 12.0 / (1.0 if layout.pp == 1 else 2.0) * self._head
+        state = self._local_parameters(layout) * 18.0
+        if self._sharded:
+            state = state / dp + self._gathered_bytes(layout)
+        return state + in_flight * kept * 2.0 + logits + WORKSPACE_BYTES
 
-    def resident_bytes(self, layout: Layout) -> float:
-        """Return what a slot of a trainer unit holds between steps: masters, moments, weights, workspace."""
-        return self._local_parameters(layout) * 14.0 + WORKSPACE_BYTES
+    def _gathered_bytes(self, layout: Layout) -> float:
+        """Return what a replica with shared weights holds whole: the running layer, the next one, the largest end."""
+        return 2.0 * (2.0 * self.shape.layer_parameters(layout.tp) + self.shape.embedding_parameters / layout.tp)
+
+    def _scoring_peak(self, layout: Layout, tokens: Array) -> float:
+        """Return the bytes of the fullest slot: weights, one layer's values, logits in 16 and 32 bits, workspace."""
+        shape, tp = self.shape, layout.tp
+        values = 6.0 * shape.hidden + (3.2 * shape.intermediate + 4.0 * shape.hidden) / tp
+        logits = shape.vocab / tp * 6.0 * self._head
+        return self.weights_bytes(layout) + float(tokens.max()) * (values * 2.0 + logits) + WORKSPACE_BYTES
+
+    def weights_bytes(self, layout: Layout) -> float:
+        """Return a slot's share of the 16-bit weights."""
+        return self._local_parameters(layout) * 2.0
+
+    def resident_bytes(self, layout: Layout, dp: int = 1) -> float:
+        """Return what a slot of a trainer unit holds between steps: masters, moments, weights, workspace.
+
+        Of ``dp`` replicas that share it each holds a part.
+        """
+        return self._local_parameters(layout) * 14.0 / (dp if self._sharded else 1) + WORKSPACE_BYTES
 
     # Generation
 
@@ -240,10 +334,13 @@ class Truth:
         core = attention_s(self._chip, self._device, rows, rows**2, self.shape.heads / layout.tp, self.shape.head_dim)
         return self.shape.layers * (products + float(core[0])) / IN_CONCERT + HOST_DECODE_S
 
-    def cache_tokens(self, layout: Layout) -> int:
-        """Return how many tokens' keys and values a generation unit has room for."""
+    def cache_tokens(self, layout: Layout, beside_bytes: float = 0.0) -> int:
+        """Return how many tokens' keys and values a generation unit has room for.
+
+        ``beside_bytes`` of each slot are taken by others.
+        """
         weights = self.shape.parameters * 2.0 / layout.slots
-        free = self._device.memory_bytes * 0.92 - weights - WORKSPACE_BYTES
+        free = self._device.memory_bytes * 0.92 - weights - WORKSPACE_BYTES - beside_bytes
         return max(1, int(free / (self.shape.layers * self.shape.kv_values_per_token * 2.0 / layout.slots)))
 
     # Inside

@@ -17,6 +17,7 @@ from nereus.runtime.journal import plain, read_journal
 from nereus.runtime.placement import initial_plan
 from nereus.runtime.pool import cluster_of
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
+from nereus.sim.course import Failures
 from nereus.sim.policies import laminar
 from nereus.sim.policies.checkpoint_restart import RESTART_S, CheckpointRestart, Restarts
 from nereus.sim.policies.fully_async import FullyAsync
@@ -25,7 +26,6 @@ from nereus.sim.policies.one_step_off import InBatches, OneStepOff
 from nereus.sim.policies.restart import System
 from nereus.sim.policy import AsStated, Circumstances
 from nereus.sim.serving import Finishing, Serving
-from nereus.sim.simulation import Failures
 from nereus.sim.trace import StepLengths, Trace
 
 GROWING = Trace("growing", "test", steps=tuple(StepLengths(300 + 40 * n, 600 + 90 * n) for n in range(24)))

@@ -10,8 +10,8 @@ from simulated import job, problems, simulate
 from nereus.errors import ConfigError
 from nereus.runtime.journal import Decided, read_journal
 from nereus.runtime.regroup import StateLost
+from nereus.sim.course import Failures
 from nereus.sim.policy import Given
-from nereus.sim.simulation import Failures
 from nereus.sim.trace import Failure, StepLengths, StepSupply, Supply, Trace
 
 

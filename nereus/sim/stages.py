@@ -1,0 +1,265 @@
+"""How long do the model-stages of a synchronous step really take, and what moves between them?
+
+The world's truth of every model of a workflow, put together by plan: what each model-stage takes with its units, how
+full its slots become beside what else lies on them, how long new weights travel from training to the other stages, and
+how long each primitive of a transition takes with the links as busy as they are. The planner sees none of this.
+
+Invariants (tests/sim/test_stages.py): generation at once and by waves agree; more slots never take longer; a slot that
+needs more memory than it has is an ``OutOfMemory`` that names the model-stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from nereus.bus.messages import GroupSpec
+from nereus.control.estimate import StepFacts
+from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId, Stage
+from nereus.errors import OutOfMemory
+from nereus.sim.devices import Batch, step_of
+from nereus.sim.engine import Drawn, Engine, Speed, all_at_once
+from nereus.sim.job import SynchronousJob
+from nereus.sim.links import Links, communicators_s
+from nereus.sim.noise import Noise
+from nereus.sim.trace import Trace
+from nereus.sim.truth import WORKSPACE_BYTES, Truth
+from nereus.transition.primitive import Destroy, Extend, Merge, Park, Primitive, Replica, Split, Unpark
+
+MOST_LIVE = 1024
+"""Sequences that an engine decodes at once."""
+
+REFIT_S = 0.5
+"""Ours: around a weight sync: gathering, casting, and telling the engines."""
+
+RELEASE_S = 0.05
+"""Ours: freeing a unit's memory and leaving its communicators."""
+
+
+class Took(Struct, frozen=True):
+    """What one model-stage of one step was like."""
+
+    seconds: float
+    peak_bytes: int
+    """Of its fullest slot, with what else lies there."""
+    operations: dict[str, float] = {}
+
+
+class Sampled(Struct, frozen=True):
+    """The prompts of one step and what will be answered: a world's secret until generation ends."""
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    """(tokens of the prompt, tokens of each response)"""
+    trained: tuple[tuple[int, int], ...]
+    """(prompt, response) tokens of every sample that is trained on."""
+
+    def facts(self, took: dict[ModelStage, Took]) -> StepFacts:
+        """Return what a run may know of the step afterwards."""
+        training = took.get(ModelStage(Stage.TRAINING), Took(0.0, 0))
+        return StepFacts(
+            tuple(prompt for prompt, _ in self.trained),
+            tuple(response for _, response in self.trained),
+            {stage: one.seconds for stage, one in took.items()},
+            training.operations,
+            training.peak_bytes,
+        )
+
+
+class Stages:
+    """All model-stages of one job on one cluster."""
+
+    def __init__(self, job: SynchronousJob, noise: Noise, trace: Trace, *, sharded: bool = False) -> None:
+        """``sharded``: trainers' replicas share their state (ZeRO, stage 3)."""
+        self.job = job
+        self.links = Links(job.cluster)
+        self.node_of = {slot.id: slot.host for slot in job.cluster.slots()}
+        models = {stage.model for stage in job.workflow.model_stages}
+        self._truths = {
+            model: Truth(
+                job.shape_of(model),
+                job.cluster,
+                noise,
+                trace,
+                head=model in ("policy", "reference"),
+                sharded=sharded,
+            )
+            for model in sorted(models)
+        }
+        self._noise = noise
+        self._capacity = job.cluster.device.memory_bytes
+
+    def truth(self, model: str) -> Truth:
+        """Return the truth of one model."""
+        return self._truths[model]
+
+    # A step
+
+    def took(self, plan: Plan, stage: ModelStage, sampled: Sampled, step: int) -> Took:
+        """Return what ``stage`` takes in ``step``; ``OutOfMemory`` where a slot has not enough."""
+        units, truth = plan.of(stage), self._truths[stage.model]
+        beside = self._beside(plan, stage)
+        budget = self.job.micro_batch_tokens
+        match stage.stage:
+            case Stage.GENERATION:
+                return self._generate(units, sampled, step, beside)
+            case Stage.INFERENCE:
+                scored = truth.score(units, sampled.trained, step, budget)
+                found = Took(scored.seconds, round(scored.peak_bytes + beside))
+            case _:
+                batch, again = Batch(sampled.trained), stage in plan.recomputed
+                trained = step_of(truth, units, batch, step, budget, again, self.job.minibatches)
+                found = Took(trained.seconds, round(trained.peak_bytes + beside), trained.operations)
+        if found.peak_bytes > self._capacity:
+            own = found.peak_bytes - round(beside)
+            needed = {"its own": own, "others on its slots": round(beside)}
+            raise OutOfMemory(f"{stage} of step {step}", needed, round(self._capacity))
+        return found
+
+    def _generate(self, units: Sequence[Emu], sampled: Sampled, step: int, beside: float) -> Took:
+        layout, truth = units[0].layout, self._truths[units[0].model_stage.model]
+        room = truth.cache_tokens(layout, beside)
+        longest = max(prompt + max(lengths) for prompt, lengths in sampled.groups)
+        if room < longest:
+            weights = round(truth.weights_bytes(layout) + WORKSPACE_BYTES)
+            needed = {"weights": weights, "others on its slots": round(beside), "the longest sequence": longest}
+            raise OutOfMemory(f"{units[0].model_stage} of step {step}", needed, round(self._capacity))
+        slowest = max(
+            self._unit_s(unit, sampled.groups[place :: len(units)], step, room) for place, unit in enumerate(units)
+        )
+        return Took(slowest, round(self._capacity * 0.92))
+
+    def _unit_s(self, unit: Emu, groups: Sequence[tuple[int, tuple[int, ...]]], step: int, room: int) -> float:
+        """Return how long one engine takes for its prompts."""
+        if not groups:
+            return 0.0
+        truth = self._truths[unit.model_stage.model]
+        decode = functools.partial(_decode_s, truth, unit, step)
+        speed = Speed(decode, truth.cached_s(unit.layout, step))
+        prefill = functools.partial(truth.prefill_s, unit.layout)
+        count = sum(len(lengths) for _, lengths in groups)
+        whole = sum(prompt * len(lengths) + sum(lengths) for prompt, lengths in groups)
+        if count <= MOST_LIVE and whole <= room:
+            seconds = all_at_once(groups, speed, prefill)
+        else:
+            seconds = _by_waves(groups, speed, prefill, room)
+        slow = self._noise.slowest(unit.slots, step) * self._noise.jitter(unit.id, step)
+        return seconds * slow
+
+    def weight_sync_s(self, plan: Plan, now: float) -> float:
+        """Return the seconds until the trained weights are where the other stages of their models run."""
+        arrives = now
+        for stage in plan.model_stages():
+            trainers = plan.of(ModelStage(Stage.TRAINING, stage.model))
+            if stage.stage is Stage.TRAINING or not trainers:
+                continue
+            for unit in plan.of(stage):
+                arrives = max(arrives, self._send_weights(trainers, unit, now))
+        return arrives - now + REFIT_S
+
+    def _send_weights(self, trainers: Sequence[Emu], unit: Emu, now: float) -> float:
+        """Send each slot what it lacks, from a slot of its own node if one has it; return the last arrival."""
+        sources = [slot for trainer in trainers for slot in trainer.slots]
+        share = self._truths[unit.model_stage.model].weights_bytes(unit.layout)
+        arrives = now
+        for place, slot in enumerate(unit.slots):
+            held = min(1.0, unit.layout.slots / trainers[0].layout.slots) if slot in sources else 0.0
+            if held == 1.0:
+                continue
+            near = [source for source in sources if self.links.near(source, slot) and source != slot]
+            from_ = near or sources
+            arrives = max(arrives, self.links.transfer(from_[place % len(from_)], slot, share * (1 - held), now))
+        return arrives
+
+    # Memory between steps
+
+    def state_bytes(self, stage: ModelStage, layout: Layout, dp: int = 1) -> float:
+        """Return what a slot of a unit holds between steps."""
+        truth = self._truths[stage.model]
+        if stage.stage is Stage.TRAINING:
+            return truth.resident_bytes(layout, dp) - WORKSPACE_BYTES
+        return truth.weights_bytes(layout)
+
+    def _beside(self, plan: Plan, stage: ModelStage) -> float:
+        """Return what other model-stages hold on the fullest slot of ``stage``."""
+        held = {slot: 0.0 for unit in plan.of(stage) for slot in unit.slots}
+        for other in plan.model_stages():
+            units = plan.of(other) if other != stage else ()
+            for unit in units:
+                size = self.state_bytes(other, unit.layout, len(units))
+                for slot in unit.slots:
+                    if slot in held:
+                        held[slot] += size
+        return max(held.values())
+
+    # Transitions
+
+    def primitive_s(self, primitive: Primitive, now: float) -> float:
+        """Return the seconds of a primitive that begins ``now``, on links that carry what was begun before."""
+        match primitive:
+            case Destroy():
+                return RELEASE_S
+            case Extend(sources=sources, target=target):
+                size = self._share(target) / len(sources)
+                ways = [(_same(one, target, i), slot) for one in sources for i, slot in enumerate(target.slots)]
+                return communicators_s(2 * len(target.slots)) + self._sent_s(ways, size, now)
+            case Split(source=source, parts=parts):
+                lacking = max(0.0, self._share(parts[0]) - self._share(source))
+                return communicators_s(len(source.slots)) + self._sent_s(_ring(source.slots), lacking, now)
+            case Merge(target=target, aligned=aligned):
+                size = 0.0 if aligned else self._share(target)
+                return communicators_s(len(target.slots)) + self._sent_s(_ring(target.slots), size, now)
+            case Park(replica=replica):
+                return RELEASE_S + self.links.from_host_s(self._share(replica))
+            case Unpark(target=target):
+                return communicators_s(len(target.slots)) + self.links.from_host_s(self._share(target))
+
+    def restored_s(self, unit: Emu) -> float:
+        """Return the seconds of loading a unit of which no copy is left from its host."""
+        return communicators_s(len(unit.slots)) + self.links.from_host_s(
+            self.state_bytes(unit.model_stage, unit.layout)
+        )
+
+    def _share(self, replica: Replica) -> float:
+        return self.state_bytes(replica.model_stage, replica.layout)
+
+    def _sent_s(self, ways: Sequence[tuple[SlotId, SlotId]], size_bytes: float, now: float) -> float:
+        if not size_bytes:
+            return 0.0
+        return (
+            max(
+                (self.links.transfer(source, target, size_bytes, now) for source, target in ways if source != target),
+                default=now,
+            )
+            - now
+        )
+
+
+def _decode_s(truth: Truth, unit: Emu, step: int, live: int) -> float:
+    return truth.decode_s(unit.layout, unit.slots, live, step)
+
+
+def _same(source: Replica, target: Replica, place: int) -> SlotId:
+    """Return the slot of ``source`` that holds what ``place`` of ``target`` needs, most of it where they differ."""
+    return source.slots[place * len(source.slots) // len(target.slots)]
+
+
+def _ring(slots: Sequence[SlotId]) -> list[tuple[SlotId, SlotId]]:
+    return [(slots[place - 1], slot) for place, slot in enumerate(slots)]
+
+
+def _by_waves(
+    groups: Sequence[tuple[int, tuple[int, ...]]], speed: Speed, prefill: functools.partial[float], room: int
+) -> float:
+    """Return when an engine that has not room for all at once is through."""
+    engine = Engine(MOST_LIVE, room)
+    engine.prefill_s = prefill
+    engine.switch(0, speed, 0.0, 0.0)
+    for number, (prompt, lengths) in enumerate(groups):
+        engine.add(Drawn(GroupSpec(number, 0, 0, b"null", b"{}"), prompt, lengths), 0.0)
+    ended = 0.0
+    while engine.live:
+        ended = engine.next_end()
+        engine.advance(ended)
+    return ended
