@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import stat
@@ -336,6 +337,7 @@ class _Lent:
         self._loan = loan
         self._dtype = np.dtype(f"u{itemsize}")
         self._open = contextlib.ExitStack()
+        self._near: dict[str, int] = {}
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __enter__(self) -> _Lent:
@@ -350,28 +352,28 @@ class _Lent:
 
     def filed(self, offset: int, piece: Piece, what: str) -> Fetch:
         """Return how to read a piece that lies at ``offset`` of the loan's file."""
-        row_bytes = self._dtype.itemsize * elements(piece) // max(1, (*_shape(piece), 1)[0])
-
-        def fetch(rows: slice, into: NDArray[Any]) -> None:
-            wanted, position = _bytes(into), offset + rows.start * row_bytes
-            while wanted:
-                count = os.preadv(self._file, [wanted], position)
-                if not count:
-                    raise TransitionError(f"{what}: the file ends before byte {position + len(wanted)}")
-                position += count
-                wanted = wanted[count:]
-
-        return fetch
+        return _read_from(self._file, offset, self._dtype.itemsize * elements(piece), _shape(piece), what)
 
     def near(self, place: Place, piece: Piece, what: str) -> Fetch:
-        """Return how to read a piece that lies in the lender's own memory."""
-        if place.path not in self._mapped:
+        """Return how to read a piece that lies in the lender's own memory.
+
+        What lies together is read, which is faster than to map it: no page of it has to be found first.
+        """
+        if place.path not in self._near:
             with self._named():
-                self._mapped[place.path] = _map_sealed(place.path)
+                self._near[place.path] = handle = _open_sealed(place.path)
+                self._open.callback(os.close, handle)
+        handle = self._near[place.path]
+        shape = _shape(piece)
+        size, holds = self._dtype.itemsize * elements(piece), os.fstat(handle).st_size
+        if place.strides == _row_major(shape, self._dtype.itemsize):
+            if place.offset + size > holds:
+                raise TransitionError(f"{what} is said to lie where it cannot: beyond the {holds} bytes of its file")
+            return _read_from(handle, place.offset, size, shape, what)
+        if place.path not in self._mapped:
+            self._mapped[place.path] = mmap.mmap(handle, holds, mmap.MAP_SHARED, mmap.PROT_READ)
         try:
-            lies: NDArray[Any] = np.ndarray(
-                _shape(piece), self._dtype, self._mapped[place.path], place.offset, place.strides
-            )
+            lies: NDArray[Any] = np.ndarray(shape, self._dtype, self._mapped[place.path], place.offset, place.strides)
         except (TypeError, ValueError) as error:
             raise TransitionError(f"{what} is said to lie where it cannot: {error}") from error
 
@@ -388,8 +390,8 @@ class _Lent:
             raise TransitionError(f"what slot {self._loan.lender} has lent cannot be read: {error}") from error
 
 
-def _map_sealed(path: str) -> mmap.mmap:
-    """Map a file of this user that cannot shrink: looking into one that does ends the process."""
+def _open_sealed(path: str) -> int:
+    """Open a file of this user that cannot shrink: looking into one that does ends the process."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -397,9 +399,31 @@ def _map_sealed(path: str) -> mmap.mmap:
             raise OSError(f"{path} is not a file of this user")
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError(f"{path} can shrink while it is read")
-        return mmap.mmap(handle, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
+    except OSError:
         os.close(handle)
+        raise
+    return handle
+
+
+def _read_from(handle: int, offset: int, size: int, shape: tuple[int, ...], what: str) -> Fetch:
+    """Return how to read an array of ``size`` bytes that lies row-major at ``offset`` of a file."""
+    row_bytes = size // max(1, (*shape, 1)[0])
+
+    def fetch(rows: slice, into: NDArray[Any]) -> None:
+        wanted, position = _bytes(into), offset + rows.start * row_bytes
+        while wanted:
+            count = os.preadv(handle, [wanted], position)
+            if not count:
+                raise TransitionError(f"{what}: the file ends before byte {position + len(wanted)}")
+            position += count
+            wanted = wanted[count:]
+
+    return fetch
+
+
+def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of an array whose elements lie together, in bytes."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:
