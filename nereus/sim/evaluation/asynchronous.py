@@ -1,0 +1,74 @@
+"""How does asynchronous GRPO stand beside systems with a fixed split, on 64 H200?
+
+Step latency and staleness of Nereus, Laminar-style rollouts, one step off, and fully asynchronous with a bound.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from nereus.core.profiles import load_model
+from nereus.sim.comparing import run_under
+from nereus.sim.comparison import Standing, standings
+from nereus.sim.evaluation.figures import Figure, Section, missing, paper
+from nereus.sim.evaluation.jobs import base_job, sized
+from nereus.sim.policies.named import POLICIES, named
+from nereus.sim.trace import load_trace
+
+OTHERS = ("laminar", "one_step_off", "fully_async")
+TRACES = ("h20-grpo", "h20-dapo", "verl-grpo-shrinking")
+SEEDS = 3
+STEPS, STEPS_QUICK = 20, 8
+TITLE = "Asynchronous GRPO beside Laminar-style and others, 64 H200"
+
+_ASSUMES = (
+    "GRPO of 8B, 64 groups of 8, on 64 H200; lengths of public GRPO logs (h20-dapo and verl-grpo-shrinking are held "
+    "out: nothing was designed on them). Nereus begins with the layouts d4t4p2 and d8t4p1 of the job file and the bound "
+    "of staleness is 1; splits of the other policies are swept for them in advance, as their users would."
+)
+
+
+def section(*, quick: bool) -> Section:
+    """Return latencies and ages; ``quick`` takes one trace, one seed and fewer steps."""
+    others = [name for name in OTHERS if name in POLICIES]
+    if not others:
+        rows = (("algorithms", "nereus vs laminar", "latency_reduction_max", "async"),)
+        return missing(TITLE, rows, "not yet measured")
+    figures: list[Figure] = []
+    reductions: list[float] = []
+    for trace in TRACES[:1] if quick else TRACES:
+        table = _table(trace, ("nereus", *others), STEPS_QUICK if quick else STEPS, 1 if quick else SEEDS)
+        figures += [_figure(trace, one) for one in table]
+        step_s = {one.policy: one.step_s for one in table}
+        if "laminar" in step_s:
+            reductions.append(100 * (1 - step_s["nereus"] / step_s["laminar"]))
+    if reductions:
+        best = Figure(
+            what="step latency less than laminar's by, at most",
+            paper=paper("algorithms", "nereus vs laminar", "latency_reduction_max"),
+            ours=max(reductions),
+            unit="%",
+            note=f"at least {min(reductions):.1f} %; negative: more",
+        )
+        figures.insert(0, best)
+    short = f" Quick: one trace, one seed, {STEPS_QUICK} steps." if quick else ""
+    return Section(title=TITLE, figures=tuple(figures), assumes=_ASSUMES + short)
+
+
+def _table(trace: str, names: tuple[str, ...], steps: int, seeds: int) -> tuple[Standing, ...]:
+    config = sized(base_job(), profile="h200-64", slots=64, train="d4t4p2", rollout="d8t4p1", steps=steps)
+    shape, course = load_model(config.model.path), load_trace(trace)
+    with tempfile.TemporaryDirectory() as made:
+        results = [
+            run_under(config, shape, course, named(name), seed, Path(made) / f"{name}-{seed}")
+            for seed in range(seeds)
+            for name in names
+        ]
+    return standings(results, {})
+
+
+def _figure(trace: str, one: Standing) -> Figure:
+    ages = f"staleness {one.staleness_mean:.2f}, at most {one.staleness_max:.0f}; {one.transitions:.3g} transitions"
+    failed = f"; {one.failed} of {one.runs} runs failed" if one.failed else ""
+    return Figure(what=f"step latency, {trace}, {one.policy}", ours=one.step_s, unit="s", note=ages + failed)

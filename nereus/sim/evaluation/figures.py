@@ -1,0 +1,86 @@
+"""What is one line of the evaluation: a figure of the paper, ours beside it, and how to make it again?
+
+Owner: ``nereus compare --paper``. The paper's figures are in ``paper_figures.csv``: every number that the text of the
+Nereus paper's evaluation gives (arXiv 2609.34645), one a row. Invariants (tests/sim/test_evaluation.py): every row of
+that file is named by one section at most once under the name asked for; a figure that is not there is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+PAPER = Path(__file__).parent / "paper_figures.csv"
+
+
+class Figure(Struct, frozen=True, kw_only=True):
+    """One row; NaN: the paper does not say, or ours is not measured."""
+
+    what: str
+    paper: float = math.nan
+    ours: float = math.nan
+    unit: str = ""
+    note: str = ""
+    """What ours assumes, or why it is not comparable."""
+
+    @property
+    def ratio(self) -> float:
+        """Return ours over the paper's."""
+        return self.ours / self.paper if self.paper else math.nan
+
+
+class Section(Struct, frozen=True, kw_only=True):
+    """One part of the evaluation."""
+
+    title: str
+    figures: tuple[Figure, ...]
+    assumes: str = ""
+    """In which world the figures are made, and what the reader must know to judge them."""
+
+
+class PaperFigure(Struct, frozen=True):
+    """One row of ``paper_figures.csv``."""
+
+    experiment: str
+    setting: str
+    system: str
+    metric: str
+    value: float
+    unit: str
+
+
+@functools.cache
+def paper_figures() -> tuple[PaperFigure, ...]:
+    """Return all figures of the paper."""
+    with PAPER.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return tuple(PaperFigure(**{**row, "value": float(row["value"])}) for row in rows)
+
+
+def paper(experiment: str, system: str, metric: str, setting: str = "") -> float:
+    """Return the paper's figure; ``setting`` is a part of that column. ``ValueError`` unless exactly one is meant."""
+    found = [
+        one.value
+        for one in paper_figures()
+        if (one.experiment, one.system, one.metric) == (experiment, system, metric) and setting in one.setting
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} figures of the paper are {experiment}, {system}, {metric}, {setting!r}")
+    return found[0]
+
+
+def missing(title: str, rows: Sequence[tuple[str, str, str, str]], why: str) -> Section:
+    """Return a section of which nothing is measured: the paper's figures with a dash beside them.
+
+    ``rows``: experiment, system, metric and a part of the setting, as ``paper`` takes them.
+    """
+    figures = tuple(
+        Figure(what=f"{system}, {metric.replace('_', ' ')}", paper=paper(experiment, system, metric, setting), note=why)
+        for experiment, system, metric, setting in rows
+    )
+    return Section(title=title, figures=figures, assumes=why)
