@@ -241,6 +241,9 @@ def compare(
     seeds: int = 1,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    paper: Annotated[bool, Parameter(negative=())] = False,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    only: str = "",
     settings: Settings,
 ) -> int:
     """Run a job on simulated slots under several policies, and put them side by side.
@@ -248,6 +251,8 @@ def compare(
     nereus compare launchers/simulated/grpo_8b.toml --trace h20-grpo --policies nereus,given --seeds 3
 
     Leaves a page (comparison.html), its picture (PNG, SVG), the figures (JSON) and one run folder for each run.
+
+    nereus compare --paper writes docs/evaluation.md: our figures beside those of the paper.
 
     Parameters
     ----------
@@ -260,10 +265,24 @@ def compare(
     seeds
         So many runs of each, from run.seed on.
     out
-        The folder to make; by default a new one below run.dir.
+        The folder to make (by default a new one below run.dir); with --paper, the document.
     json
         Print one JSON object.
+    paper
+        Measure what the paper measures, with fixed seeds; takes no job.
+    quick
+        With --paper: smaller and shorter, as the document then says.
+    only
+        With --paper: these sections (names with commas between), printed instead of written.
     """
+    if paper:
+        from nereus.commands.evaluate import evaluate
+
+        if files:
+            raise ConfigError("--paper takes no job", where="command line", remedy="leave the job files out")
+        return evaluate(only=only, quick=quick, out=out)
+    if quick or only:
+        raise ConfigError("--quick and --only belong to --paper", where="command line", remedy="add --paper")
     _need_files(files)
     from nereus.commands import compare as command
 

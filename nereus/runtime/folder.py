@@ -226,6 +226,19 @@ def empty_folder(path: Path) -> Path:
     return path
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is either whole or not there; ``ConfigError`` if its folder cannot be written."""
+    _make(path.parent)
+    staged = path.with_name(f".{path.name}.tmp")
+    try:
+        staged.write_bytes(content)
+        staged.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written ({error.strerror})", where=str(path), remedy="name another file"
+        ) from None
+
+
 def _begin_attempt(path: Path) -> int:
     """Make the log folder of a new attempt, point ``logs/latest`` at it and return its number."""
     logs = path / "logs"

@@ -20,7 +20,7 @@ from nereus.core.units import format_bytes
 from nereus.runtime import picture
 from nereus.runtime.curves import Rows, plots
 from nereus.runtime.display import number, summary_rows
-from nereus.runtime.folder import read_status
+from nereus.runtime.folder import read_status, write_whole
 from nereus.runtime.journal import read_journal, replay
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.page import document, text
@@ -56,16 +56,9 @@ def write_report(run: Path) -> Path:
     page = _page(summary, rows, line, read_samples(run / "rollouts"))
     with contextlib.suppress(ImportError):  # of matplotlib: the page says so
         if png := picture.png(line):
-            _put(run / TIMELINE, png)
-    _put(run / "report.html", page.encode())
+            write_whole(run / TIMELINE, png)
+    write_whole(run / "report.html", page.encode())
     return run / "report.html"
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there."""
-    staged = path.with_name(f".{path.name}.tmp")
-    staged.write_bytes(content)
-    staged.replace(path)
 
 
 def read_samples(folder: Path) -> list[Sampled]:

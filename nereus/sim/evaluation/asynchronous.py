@@ -24,8 +24,8 @@ TITLE = "Asynchronous GRPO beside Laminar-style and others, 64 H200"
 
 _ASSUMES = (
     "GRPO of 8B, 64 groups of 8, on 64 H200; lengths of public GRPO logs (h20-dapo and verl-grpo-shrinking are held "
-    "out: nothing was designed on them). Nereus begins with the layouts d4t4p2 and d8t4p1 of the job file and the bound "
-    "of staleness is 1; splits of the other policies are swept for them in advance, as their users would."
+    "out: nothing was designed on them). Nereus begins with the layouts d4t4p2 and d8t4p1 of the job file and the "
+    "bound of staleness is 1; splits of the other policies are swept for them in advance, as their users would."
 )
 
 

@@ -24,8 +24,8 @@ SHORTENED = 20
 
 _ASSUMES = (
     "Trace paper-growth: 500 to 8,000 generated tokens, 32 to 1,024 MI250X in five doublings. Ours is asynchronous "
-    "GRPO (64 groups of 8) under the live supervisor; the paper's run is synchronous PPO, so totals are not comparable, "
-    "shares are. Decision seconds and memory are real, of this machine, beside other work. "
+    "GRPO (64 groups of 8) under the live supervisor; the paper's run is synchronous PPO, so totals are not "
+    "comparable, shares are. Decision seconds and memory are real, of this machine, beside other work. "
 )
 
 
