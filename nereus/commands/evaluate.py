@@ -7,12 +7,12 @@ Invariants (tests/sim/test_evaluation.py): unknown sections are refused before a
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import structlog
 
 from nereus.core.units import format_seconds
@@ -41,6 +41,4 @@ def evaluate(*, only: str, quick: bool, out: Path | None) -> int:
 
 
 def _machine() -> str:
-    memory_gib = psutil.virtual_memory().total / (1 << 30)
-    cores = psutil.cpu_count() or 1
-    return f"{cores} cores of {platform.machine()}, {memory_gib:.0f} GiB, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}"

@@ -227,16 +227,13 @@ def empty_folder(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there; ``ConfigError`` if its folder cannot be written."""
+    """Write a file that is either whole or not there; ``ConfigError`` if it cannot be written."""
     _make(path.parent)
-    staged = path.with_name(f".{path.name}.tmp")
     try:
-        staged.write_bytes(content)
-        staged.replace(path)
+        _replace(path, content)
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written ({error.strerror})", where=str(path), remedy="name another file"
-        ) from None
+        what = f"cannot be written ({error.strerror})"
+        raise ConfigError(what, where=str(path), remedy="name another file") from None
 
 
 def _begin_attempt(path: Path) -> int:

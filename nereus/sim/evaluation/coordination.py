@@ -10,8 +10,11 @@ from nereus.sim.coordination import coordination
 from nereus.sim.evaluation.figures import Figure, Section, paper
 
 TRIALS, TRIALS_QUICK = 100, 20
-KINDS = (("SM-CS", "same model, cross stage", 32), ("CM-SS", "cross model, same stage", 48))
-KINDS += (("CM-CS", "cross model, cross stage", 48),)
+KINDS = (
+    ("SM-CS", "same model, cross stage", 32),
+    ("CM-SS", "cross model, same stage", 48),
+    ("CM-CS", "cross model, cross stage", 48),
+)
 
 _ASSUMES = (
     "Random pairs of plans of PPO and GRPO, synchronous and asynchronous, that have the overlap at least once; random "

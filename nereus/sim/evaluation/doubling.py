@@ -23,8 +23,8 @@ _ASSUMES = (
     "Llama-3.1-8B, actor and critic, on nodes of 8 H200 with 25 GB/s between nodes; 14 bytes of state a parameter. "
     "Ours is the price that the planner's cost model gives the transition, with links at full speed (a lower bound of "
     "what the same code would take; the paper's figures are measured). Other systems: bytes through published pipes, "
-    "plus one constant for stopping, starting and building groups. That constant is fitted on one figure of the paper for "
-    "each system (the doubling from 8 to 16; for MCP its longest resharding), so that row agrees by construction."
+    "plus one constant for stopping, starting and building groups. That constant is fitted on one figure of the paper "
+    "for each system (the doubling from 8 to 16; for MCP its longest resharding), so that row agrees by construction."
 )
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 PAPER = Path(__file__).parent / "paper_figures.csv"
@@ -59,7 +60,7 @@ def paper_figures() -> tuple[PaperFigure, ...]:
     """Return all figures of the paper."""
     with PAPER.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return tuple(PaperFigure(**{**row, "value": float(row["value"])}) for row in rows)
+    return tuple(msgspec.convert(rows, list[PaperFigure], strict=False))
 
 
 def paper(experiment: str, system: str, metric: str, setting: str = "") -> float:
