@@ -26,10 +26,11 @@ from nereus.errors import NereusError
 from nereus.runtime.fleet import Worker
 from nereus.runtime.journal import plain, read_journal, replay
 from nereus.runtime.surroundings import TransitionProgress
+from nereus.sim.course import Failures
 from nereus.sim.evaluation.jobs import base_job
 from nereus.sim.loop import Deadlock, run_virtual
 from nereus.sim.policy import Policy
-from nereus.sim.simulation import Failures, Simulation
+from nereus.sim.simulation import Simulation
 from nereus.sim.trace import Trace
 
 CALM = Trace("calm", "nothing changes but what fails")

@@ -10,10 +10,10 @@ from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import cluster_of
 from nereus.runtime.replaying import replay_decisions
 from nereus.sim.comparing import run_under
+from nereus.sim.course import Failures
 from nereus.sim.evaluation.figures import Figure, Section
 from nereus.sim.evaluation.jobs import base_job, sized
 from nereus.sim.policies.named import named
-from nereus.sim.simulation import Failures
 from nereus.sim.trace import load_trace
 
 MTBF_S = 120.0
