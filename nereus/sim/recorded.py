@@ -26,6 +26,7 @@ from nereus.runtime.observer import RunObserver
 from nereus.runtime.summary import Summary, summarize
 from nereus.runtime.surroundings import Outcome
 from nereus.sim.course import Failures
+from nereus.sim.figures import Figures, figures
 from nereus.sim.loop import run_virtual
 from nereus.sim.policy import Policy
 from nereus.sim.simulation import Simulation
@@ -44,6 +45,8 @@ class Recorded(Struct, frozen=True):
     """How often the run went back to a checkpoint."""
     cpu_s: float
     """What simulating it took."""
+    figures: Figures
+    """Staleness, tails, and where the time went."""
 
 
 class _Watch(RunObserver):
@@ -108,11 +111,13 @@ def record(
         failure = str(error)
         raise
     finally:
-        progress = replay(read_journal(folder.journal).entries)
+        entries = read_journal(folder.journal).entries
+        progress = replay(entries)
         reason = failure or "ended"
         folder.write_status(
             "failed" if failure else "finished", step=progress.step, version=progress.version, reason=reason
         )
     rows = read_metrics(folder.metrics) if folder.metrics.exists() else ()
     summary = summarize(rows, progress, run=folder.name, outcome=outcome.reason)
-    return Recorded(summary, policy.name, trace.name, seed, virtual[0], made[0].restores, time.process_time() - began)
+    cpu_s = time.process_time() - began
+    return Recorded(summary, policy.name, trace.name, seed, virtual[0], made[0].restores, cpu_s, figures(entries))

@@ -10,7 +10,7 @@ from nereus.core.plan import Layout, Replication
 from nereus.runtime.pool import cluster_of
 from nereus.sim.engine import Drawn
 from nereus.sim.noise import Noise
-from nereus.sim.policies.sweep import batch_s, first_groups, flow, swept, training_s, with_layouts
+from nereus.sim.policies.sweep import batch_s, flow, groups_of, swept, training_s, with_layouts
 from nereus.sim.policies.trial import tried
 from nereus.sim.policy import Known
 from nereus.sim.serving import Serving
@@ -31,7 +31,7 @@ def _known() -> Known:
 
 def test_what_is_chosen_fits_and_no_other_number_of_its_units_is_faster() -> None:
     known = _known()
-    groups = first_groups(CONFIG, known)
+    groups = groups_of(CONFIG, known)
 
     def step_s(rollout: Replication, train_s: float) -> float:
         return flow(CONFIG, known, rollout, groups, 2 * len(groups)).paced_s(train_s, 1)
@@ -50,14 +50,14 @@ def test_what_is_chosen_fits_and_no_other_number_of_its_units_is_faster() -> Non
 
 def test_nothing_that_does_not_fit_into_memory_is_trained() -> None:
     known = _known()
-    assert training_s(CONFIG, known, Replication(4, Layout()), first_groups(CONFIG, known)) == float("inf")
+    assert training_s(CONFIG, known, Replication(4, Layout()), groups_of(CONFIG, known)) == float("inf")
     with pytest.raises(ValueError, match="no layouts"):
         swept(CONFIG, 2, known, lambda rollout, train_s: train_s)
 
 
 def test_more_units_finish_a_batch_sooner() -> None:
     known = _known()
-    groups = first_groups(CONFIG, known)
+    groups = groups_of(CONFIG, known)
     one, four = (batch_s(CONFIG, known, Replication(dp, Layout(2)), groups) for dp in (1, 4))
     assert four < one
 

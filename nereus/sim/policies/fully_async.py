@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from nereus.config import JobConfig
 from nereus.core.plan import Replication
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
-from nereus.sim.policies.sweep import Flow, first_groups, flow, swept, with_layouts
+from nereus.sim.policies.sweep import Flow, flow, groups_of, swept, with_layouts
 from nereus.sim.policies.trial import best, tried
 from nereus.sim.policy import AsStated, Circumstances, Known
 
@@ -33,7 +33,7 @@ class FullyAsync(AsStated, frozen=True):
 
     def job(self, config: JobConfig, slots: int, known: Known) -> JobConfig:
         bound = max(1, config.async_.staleness)
-        groups = first_groups(config, known)
+        groups = groups_of(config, known)
         in_flight = (bound + 1) * len(groups)
 
         @functools.cache

@@ -29,7 +29,7 @@ from nereus.config import JobConfig
 from nereus.core.plan import Layout, Replication
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.engine import Drawn
-from nereus.sim.policies.sweep import StepTime, batch_s, first_groups, pull_s, swept, with_layouts
+from nereus.sim.policies.sweep import StepTime, batch_s, groups_of, pull_s, swept, with_layouts
 from nereus.sim.policies.trial import best, tried
 from nereus.sim.policy import AsStated, Circumstances, Known
 from nereus.sim.serving import Finishing, Serving, Unit
@@ -200,7 +200,7 @@ def _prompts(config: JobConfig, dp: int, batches: float) -> int:
 
 def _in_turns(config: JobConfig, known: Known, batches: float) -> StepTime:
     """Return the time of steps where every unit takes a batch of prompts of its own over and over."""
-    groups = first_groups(config, known)
+    groups = groups_of(config, known)
 
     @functools.cache
     def cycle_s(layout: Layout, each: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from nereus.errors import ConfigError
 from nereus.sim.policies.checkpoint_restart import CheckpointRestart
+from nereus.sim.policies.clairvoyant import Clairvoyant
 from nereus.sim.policies.fully_async import FullyAsync
 from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
@@ -22,6 +23,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "one_step_off": OneStepOff,
     "fully_async": FullyAsync,
     "checkpoint_restart": CheckpointRestart,
+    "clairvoyant": Clairvoyant,
 }
 
 

@@ -23,7 +23,7 @@ from nereus.config import JobConfig
 from nereus.core.plan import Replication
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.engine import Drawn
-from nereus.sim.policies.sweep import batch_s, first_groups, pull_s, swept, with_layouts
+from nereus.sim.policies.sweep import batch_s, groups_of, pull_s, swept, with_layouts
 from nereus.sim.policy import AsStated, Circumstances, Known
 from nereus.sim.serving import Serving, Unit
 
@@ -82,7 +82,7 @@ class OneStepOff(AsStated, frozen=True):
     source: str = "verl recipe one_step_off_policy; arXiv 2410.18252"
 
     def job(self, config: JobConfig, slots: int, known: Known) -> JobConfig:
-        groups = first_groups(config, known)
+        groups = groups_of(config, known)
 
         @functools.cache
         def generate_s(one: Replication) -> float:

@@ -41,16 +41,16 @@ class Pair(Struct, frozen=True):
     step_s: float
 
 
-def swept(config: JobConfig, slots: int, known: Known, step_s: StepTime, most: int = 1) -> list[Pair]:
-    """Return the fastest pairs on ``slots`` slots, the fastest first; ``ValueError`` if none fits."""
-    groups = first_groups(config, known)
+def swept(config: JobConfig, slots: int, known: Known, step_s: StepTime, most: int = 1, step: int = 0) -> list[Pair]:
+    """Return the fastest pairs for ``step`` on ``slots`` slots, the fastest first; ``ValueError`` if none fits."""
+    groups = groups_of(config, known, step)
     best: list[Pair] = []
     for train in _trainers(known, slots - 1):
         rollouts = tuple(_rollouts(known, slots - train.slots))
         limit = best[-1].step_s if len(best) == most else math.inf
         if min((step_s(one, 0.0) for one in rollouts), default=math.inf) >= limit:
             continue
-        train_s = training_s(config, known, train, groups)
+        train_s = training_s(config, known, train, groups, step)
         found = [Pair(train, rollout, step_s(rollout, train_s)) for rollout in rollouts] if train_s < math.inf else []
         best = sorted((*best, *found), key=lambda pair: pair.step_s)[:most]
     if not best:
@@ -64,9 +64,10 @@ def with_layouts(config: JobConfig, pair: Pair) -> JobConfig:
     return replace(config, train=train, rollout=rollout)
 
 
-def first_groups(config: JobConfig, known: Known) -> list[Drawn]:
-    """Return the groups of the first step."""
-    return [known.draw(group) for group in range(config.train.groups_per_step)]
+def groups_of(config: JobConfig, known: Known, step: int = 0) -> list[Drawn]:
+    """Return the groups of a step, in the order of samples."""
+    size = config.train.groups_per_step
+    return [known.draw(group) for group in range(step * size, (step + 1) * size)]
 
 
 def training_s(config: JobConfig, known: Known, train: Replication, groups: Sequence[Drawn], step: int = 0) -> float:
@@ -121,7 +122,9 @@ class Flow(Struct, frozen=True):
         return max(self.step_s, train_s, (self.latency_s + train_s) / (bound + 1))
 
 
-def flow(config: JobConfig, known: Known, rollout: Replication, groups: Sequence[Drawn], in_flight: int) -> Flow:
+def flow(
+    config: JobConfig, known: Known, rollout: Replication, groups: Sequence[Drawn], in_flight: int, step: int = 0
+) -> Flow:
     """Return what generation is like where ``in_flight`` groups that may differ in age are in flight.
 
     Sequences end before the longest of their group; those alive are, in the mean, as far as a sequence is that is met
@@ -136,8 +139,8 @@ def flow(config: JobConfig, known: Known, rollout: Replication, groups: Sequence
     room = truth.cache_tokens(rollout.layout) / (prompt + mean)
     live = max(1.0, min(config.rollout.max_live, room, in_flight * size / tail / rollout.dp))
     slots = tuple(range(rollout.layout.slots))
-    decode_s = truth.decode_s(rollout.layout, slots, round(live), 0)
-    decode_s += truth.cached_s(rollout.layout, 0) * live * context
+    decode_s = truth.decode_s(rollout.layout, slots, round(live), step)
+    decode_s += truth.cached_s(rollout.layout, step) * live * context
     prefill_s = truth.prefill_s(rollout.layout, round(prompt)) / size
     step_s = len(lengths) / rollout.dp * (mean * decode_s / live + prefill_s)
     return Flow(step_s, max(lengths) * decode_s)
