@@ -6,10 +6,10 @@ is followed in the world like any other policy's. Two figures come of it: what f
 tables), and ``Course.bound_s``.
 
 What makes ``bound_s`` a bound for runs within the job's staleness: a step takes at least the longer of training and of
-generating its groups with as much in flight as staleness allows at every moment; nobody waits for tails, for versions or
-for a batch to be complete, and a change costs no more than building process groups. What it ignores: plans outside
-the candidates, micro-batches other than the job's, and noise, which may be lucky. Where slots come and go by time, and
-not by steps, it counts on the most that there ever are.
+generating its groups with as much in flight as staleness allows at every moment; nobody waits for tails, for versions
+or for a batch to be complete, and changes cost nothing. What it ignores: plans outside the candidates, micro-batches
+other than the job's, and noise, which may be lucky. Where slots come and go by time, and not by steps, it counts on the
+most that there ever are.
 
 Invariants (tests/sim/test_clairvoyant.py): no single plan is faster than the course in its own terms; changes that cost
 more than they save are not made; the bound lies below what any policy reaches on average.
@@ -31,7 +31,7 @@ from nereus.sim.policies.sweep import Flow, flow, groups_of, swept, training_s
 from nereus.sim.policy import AsStated, Circumstances, Known
 from nereus.sim.slots import COMMUNICATOR_RANK_S, COMMUNICATOR_S, STATE_BYTES
 
-LOOKS = 8
+LOOKS = 5
 """In so many steps, evenly over the run, candidates are looked for, besides those before which slots change."""
 
 EACH = 3
@@ -92,14 +92,11 @@ class _Prices:
         """Return the cost of a change: process groups, and trained state over the slots' links where it moves."""
         if before == after:
             return 0.0
-        seconds = self.least_change_s(after)
+        seconds = COMMUNICATOR_S + COMMUNICATOR_RANK_S * after[0].slots
         if before[0] != after[0]:
             state = STATE_BYTES * self._known.shape.parameters / after[0].layout.slots
             seconds += state / self._known.cluster.cross_node.bytes_per_s
         return seconds
-
-    def least_change_s(self, after: Choice) -> float:
-        return COMMUNICATOR_S + COMMUNICATOR_RANK_S * after[0].slots
 
     def _flow(self, rollout: Replication, step: int) -> Flow:
         groups = groups_of(self._config, self._known, step)
