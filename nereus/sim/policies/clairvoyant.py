@@ -27,9 +27,10 @@ from msgspec.structs import replace
 from nereus.config import JobConfig
 from nereus.core.plan import Replication
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
+from nereus.sim.links import communicators_s
 from nereus.sim.policies.sweep import Flow, flow, groups_of, swept, training_s
 from nereus.sim.policy import AsStated, Circumstances, Known
-from nereus.sim.slots import COMMUNICATOR_RANK_S, COMMUNICATOR_S, STATE_BYTES
+from nereus.sim.slots import STATE_BYTES
 
 LOOKS = 5
 """In so many steps, evenly over the run, candidates are looked for, besides those before which slots change."""
@@ -92,7 +93,7 @@ class _Prices:
         """Return the cost of a change: process groups, and trained state over the slots' links where it moves."""
         if before == after:
             return 0.0
-        seconds = COMMUNICATOR_S + COMMUNICATOR_RANK_S * after[0].slots
+        seconds = communicators_s(after[0].slots)
         if before[0] != after[0]:
             state = STATE_BYTES * self._known.shape.parameters / after[0].layout.slots
             seconds += state / self._known.cluster.cross_node.bytes_per_s
