@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.control.admission import Admission, admit
-from nereus.control.choose import Question, start_plan
+from nereus.control.choose import Pin, Question, start_plan
 from nereus.control.estimate import Estimate, StepFacts
 from nereus.control.monitor import Monitoring
 from nereus.control.problem import Infeasible
@@ -89,6 +89,18 @@ class Opening(Struct, frozen=True):
     """The world's truth: for baselines whose rule is a sweep, and for oracles."""
     sampled: Sampled
     """What the first step will be like, in truth."""
+    step: int = 0
+
+    def step_s(self, plan: Plan) -> float:
+        """Return the seconds of the first step under ``plan``, in truth; infinite where it does not fit."""
+        return self.stages.step_s(plan, self.sampled, self.step)
+
+    def with_pins(self, pins: tuple[Pin, ...]) -> tuple[float, Plan] | None:
+        """Return the planner's prediction and its plan with these degrees; None where nothing fits."""
+        found = start_plan(replace(self.question, pins=pins))
+        if isinstance(found, Infeasible):
+            return None
+        return found.solution.latency_s, replace(found.placement.plan, epoch=0)
 
     def fastest(self) -> Plan:
         """Return what the planner would begin with; ``ConfigError`` where nothing fits."""

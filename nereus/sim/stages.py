@@ -11,6 +11,7 @@ needs more memory than it has is an ``OutOfMemory`` that names the model-stage.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -117,6 +118,21 @@ class Stages:
             raise OutOfMemory(f"{stage} of step {step}", needed, round(self._capacity))
         return found
 
+    def step_s(self, plan: Plan, sampled: Sampled, step: int) -> float:
+        """Return the seconds of a whole step by itself; infinite where it does not fit."""
+        seconds = 0.0
+        try:
+            for phase in (phase for side in self.job.workflow.sides for phase in side):
+                ends: list[tuple[frozenset[SlotId], float]] = []
+                for stage in phase:
+                    slots = frozenset(slot for unit in plan.of(stage) for slot in unit.slots)
+                    begins = max((end for others, end in ends if not slots.isdisjoint(others)), default=0.0)
+                    ends.append((slots, begins + self.took(plan, stage, sampled, step).seconds))
+                seconds += max(end for _, end in ends)
+        except OutOfMemory:
+            return math.inf
+        return seconds + self.weight_sync_s(plan, 0.0, Links(self.job.cluster))
+
     def _generate(self, units: Sequence[Emu], sampled: Sampled, step: int, beside: float) -> Took:
         layout, truth = units[0].layout, self._truths[units[0].model_stage.model]
         room = truth.cache_tokens(layout, beside)
@@ -147,18 +163,21 @@ class Stages:
         slow = self._noise.slowest(unit.slots, step) * self._noise.jitter(unit.id, step)
         return seconds * slow
 
-    def weight_sync_s(self, plan: Plan, now: float) -> float:
-        """Return the seconds until the trained weights are where the other stages of their models run."""
+    def weight_sync_s(self, plan: Plan, now: float, links: Links | None = None) -> float:
+        """Return the seconds until the trained weights are where the other stages of their models run.
+
+        On the world's links, which carry what was begun before, unless others are given.
+        """
         arrives = now
         for stage in plan.model_stages():
             trainers = plan.of(ModelStage(Stage.TRAINING, stage.model))
             if stage.stage is Stage.TRAINING or not trainers:
                 continue
             for unit in plan.of(stage):
-                arrives = max(arrives, self._send_weights(trainers, unit, now))
+                arrives = max(arrives, self._send_weights(trainers, unit, now, links or self.links))
         return arrives - now + REFIT_S
 
-    def _send_weights(self, trainers: Sequence[Emu], unit: Emu, now: float) -> float:
+    def _send_weights(self, trainers: Sequence[Emu], unit: Emu, now: float, links: Links) -> float:
         """Send each slot what it lacks, from a slot of its own node if one has it; return the last arrival."""
         sources = [slot for trainer in trainers for slot in trainer.slots]
         share = self._truths[unit.model_stage.model].weights_bytes(unit.layout)
@@ -167,9 +186,9 @@ class Stages:
             held = min(1.0, unit.layout.slots / trainers[0].layout.slots) if slot in sources else 0.0
             if held == 1.0:
                 continue
-            near = [source for source in sources if self.links.near(source, slot) and source != slot]
+            near = [source for source in sources if links.near(source, slot) and source != slot]
             from_ = near or sources
-            arrives = max(arrives, self.links.transfer(from_[place % len(from_)], slot, share * (1 - held), now))
+            arrives = max(arrives, links.transfer(from_[place % len(from_)], slot, share * (1 - held), now))
         return arrives
 
     # Memory between steps

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from nereus.errors import ConfigError
 from nereus.sim.policies.checkpoint_restart import CheckpointRestart
 from nereus.sim.policies.clairvoyant import Clairvoyant
+from nereus.sim.policies.dynarl import DynaRL
+from nereus.sim.policies.every_k import EveryK
+from nereus.sim.policies.fixed_dp import FixedDP
 from nereus.sim.policies.fully_async import FullyAsync
 from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
@@ -24,6 +27,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fully_async": FullyAsync,
     "checkpoint_restart": CheckpointRestart,
     "clairvoyant": Clairvoyant,
+    "fixed_dp": FixedDP,
+    "every_k": EveryK,
+    "dynarl": DynaRL,
 }
 
 
