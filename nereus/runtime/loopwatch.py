@@ -9,7 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+import structlog
+
 PERIOD_S = 0.1
+
+MOST_S = 0.05
+"""A longer block is told: messages, heartbeats and deadlines wait for it."""
+
+log = structlog.get_logger()
 
 
 class LoopWatch:
@@ -25,7 +32,10 @@ class LoopWatch:
             due, used = loop.time() + PERIOD_S, time.thread_time()
             await asyncio.sleep(PERIOD_S)
             late, computed = loop.time() - due, time.thread_time() - used
-            self._longest_s = max(self._longest_s, min(late, computed))
+            blocked = min(late, computed)
+            self._longest_s = max(self._longest_s, blocked)
+            if blocked > MOST_S:
+                log.warning("the event loop was kept from its work", seconds=round(blocked, 3), at_most=MOST_S)
 
     def longest_s(self) -> float:
         """Return the longest block since the last call."""

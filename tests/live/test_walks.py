@@ -25,12 +25,16 @@ TOLERANCE = 1e-9
 
 
 def walk(seed: int) -> list[tuple[str, str]]:
-    """Return layouts of training and generation for each step; training changes after every one."""
+    """Return layouts of training and generation for each step; training changes after every one.
+
+    The first uses all slots: a run starts no others.
+    """
     rng = random.Random(seed)
     found: list[tuple[str, str]] = []
     for _ in range(STEPS):
         train = rng.choice([layout for layout in LAYOUTS if not found or layout != found[-1][0]])
-        found.append((train, f"d{rng.randint(1, SLOTS - Replication.parse(train).slots)}t1p1"))
+        most = SLOTS - Replication.parse(train).slots
+        found.append((train, f"d{rng.randint(1 if found else most, most)}t1p1"))
     return found
 
 
