@@ -21,6 +21,10 @@ WITHIN = 0.10
 """How much slower than the best plan a next-best one may be."""
 
 
+LEAST_GAIN = 1e-9
+"""Of a step: what sums of the same seconds differ by when they are added in another order."""
+
+
 class Offer(Struct, frozen=True):
     """One plan on offer: every number that the decision needs."""
 
@@ -60,6 +64,8 @@ class Admission(Protocol):
 def admit(offer: Offer, *, gamma: float = GAMMA) -> Verdict:
     """Decide: feasible first; then urgent goes, and the rest must pay for itself in time."""
     gain = offer.latency_now_s - offer.latency_new_s
+    if abs(gain) <= LEAST_GAIN * offer.latency_new_s:
+        gain = 0.0
     payback = offer.transition_s / gain if gain > 0 else math.inf
     allowed = gamma * offer.horizon_steps
 
@@ -79,7 +85,8 @@ def admit(offer: Offer, *, gamma: float = GAMMA) -> Verdict:
         return verdict("stay", "only urgent transitions are allowed (gamma is 0)")
     if gain <= 0:
         return verdict("stay", f"the best plan on offer saves nothing ({gain:.3g} s a step)")
-    price = f"saves {gain:.3g} s a step, costs {offer.transition_s:.3g} s, pays back in {payback:.3g} steps"
+    saved = f"saves {gain:.3g} s a step" if math.isfinite(gain) else "the plan that runs would not be chosen"
+    price = f"{saved}, costs {offer.transition_s:.3g} s, pays back in {payback:.3g} steps"
     if payback > allowed:
         return verdict("stay", f"{price}; only {allowed:.3g} are allowed")
     return verdict("opportunistic", f"{price} of {allowed:.3g} allowed")

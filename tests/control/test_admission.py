@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nereus.control.admission import Offer, admit
+from nereus.control.admission import LEAST_GAIN, Offer, admit
 
 seconds = st.floats(0, 1e4)
 offers = st.builds(
@@ -29,7 +31,11 @@ def test_the_rule(offer: Offer, gamma: float) -> None:
     verdict = admit(offer, gamma=gamma)
     feasible = offer.peak_bytes <= offer.usable_bytes and not offer.stuck
     gain = offer.latency_now_s - offer.latency_new_s
-    pays = gamma > 0 and gain > 0 and offer.transition_s / gain <= gamma * offer.horizon_steps
+    pays = (
+        gamma > 0
+        and gain > LEAST_GAIN * offer.latency_new_s
+        and offer.transition_s / gain <= gamma * offer.horizon_steps
+    )
     assert verdict.admitted == (feasible and (offer.urgent or pays))
     assert verdict.admitted == (verdict.path != "stay")
     assert verdict.because.startswith("length changed: ")
@@ -62,3 +68,15 @@ def test_a_plan_that_cannot_go_on_is_left_at_any_price() -> None:
     lost = replace(OFFER, latency_now_s=float("inf"), transition_s=1e6, urgent=True)
     assert admit(lost).admitted
     assert not admit(replace(lost, peak_bytes=21)).admitted
+
+
+def test_a_gain_that_is_the_order_of_additions_is_none() -> None:
+    offer = Offer("lengths grew", 2.96 + 4.4e-16, 2.96, 0.0, 10.0, 1, 2)
+    verdict = admit(offer)
+    assert (verdict.path, verdict.gain_s) == ("stay", 0.0)
+
+
+def test_a_plan_without_a_price_is_said_to_be_one() -> None:
+    verdict = admit(Offer("lengths grew", math.inf, 2.0, 1.0, 10.0, 1, 2))
+    assert verdict.admitted
+    assert "inf" not in verdict.because
