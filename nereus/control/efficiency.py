@@ -103,19 +103,23 @@ class Efficiencies(Struct, frozen=True):
 class Work:
     """The work of one or many alternatives: seconds of each class at efficiency 1, and seconds that no class owns.
 
-    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) is what no efficiency
-    scales.
+    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) is what no efficiency scales. ``waiting``
+    (alternatives, classes) is the share of ``unit_s`` in which a slot waits for other pipeline ranks at this class: the
+    step lasts that long, but whoever times the operations themselves does not see it.
     """
 
-    __slots__ = ("fixed_s", "unit_s")
+    __slots__ = ("fixed_s", "unit_s", "waiting")
 
-    def __init__(self, unit_s: Array, fixed_s: Array) -> None:
+    def __init__(self, unit_s: Array, fixed_s: Array, waiting: Array) -> None:
         self.unit_s = unit_s
         self.fixed_s = fixed_s
+        self.waiting = waiting
 
     @classmethod
     def none(cls, alternatives: int) -> Work:
-        return cls(np.zeros((alternatives, len(CLASSES))), np.zeros(alternatives))
+        return cls(
+            np.zeros((alternatives, len(CLASSES))), np.zeros(alternatives), np.zeros((alternatives, len(CLASSES)))
+        )
 
     def add(self, name: OperationClass, seconds: Array | float, fixed_s: Array | float = 0.0) -> None:
         """Add ``seconds`` at efficiency 1 to a class, and ``fixed_s`` to none."""
@@ -137,7 +141,13 @@ class Work:
         return parts
 
     def __getitem__(self, index: int) -> Work:
-        return Work(self.unit_s[index : index + 1], self.fixed_s[index : index + 1])
+        one = slice(index, index + 1)
+        return Work(self.unit_s[one], self.fixed_s[one], self.waiting[one])
+
+    def busy_s(self, index: int = 0) -> Array:
+        """Return the seconds at efficiency 1 that one alternative's slots spend in each class, (classes,)."""
+        busy: Array = self.unit_s[index] * (1.0 - self.waiting[index])
+        return busy
 
 
 class Observation(Struct, frozen=True):

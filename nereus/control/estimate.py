@@ -45,7 +45,7 @@ class StepFacts(Struct, frozen=True):
     seconds: dict[ModelStage, float]
     """What each model-stage took for the samples of one step, waiting for others left out."""
     operations: dict[str, float] = {}
-    """Seconds of the trained step by operation class, on its slowest slot."""
+    """Seconds of the trained step by operation class, on its slowest slot, waiting for others left out."""
     peak_bytes: int = 0
     """Of the fullest slot."""
 
@@ -178,13 +178,13 @@ def _observations(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[Observ
 
 
 def _unit_seconds(pricing: Pricing, plan: Plan) -> dict[str, float]:
-    """Return the seconds at efficiency 1 of the trained step by class."""
+    """Return the seconds at efficiency 1 of the trained step by class, as slots are busy with it."""
     stage = ModelStage(Stage.TRAINING)
     listed = _row(pricing, plan, stage)
     if listed is None:
         return {}
     priced, row = listed
-    unit = priced.work.unit_s[row]
+    unit = priced.work.busy_s(row)
     return {str(name): float(unit[COLUMN[name]]) for name in CLASSES}
 
 

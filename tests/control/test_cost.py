@@ -201,3 +201,13 @@ def test_the_best_degrees_differ_between_32_and_256_slots() -> None:
         seconds, fits = settings(4096, slots, plans, beside=0.0)
         best.append(plans[int(np.argmin(np.where(fits, seconds, np.inf)))][0])
     assert best[0] != best[1]
+
+
+def test_waiting_for_other_pipeline_ranks_is_no_work_of_a_slot() -> None:
+    priced = work(("t1p1", 1, 1, NONE), ("t1p4", 1, 1, NONE))
+    whole, cut = (priced.busy_s(index) for index in range(2))
+    for name in (OperationClass.GEMM, OperationClass.ATTENTION):
+        assert of(priced, name, 1) > of(priced, name) / 4, "a step lasts as long as its bubble, too"
+        assert cut[COLUMN[name]] == pytest.approx(whole[COLUMN[name]] / 4)
+    for name in (OperationClass.OPTIMIZER, OperationClass.VOCABULARY, OperationClass.P2P_IN_NODE):
+        assert cut[COLUMN[name]] == of(priced, name, 1), "outside of the layers nobody waits"
