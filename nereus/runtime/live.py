@@ -385,10 +385,14 @@ class _Assembly:
         return _ExternalLauncher(processes)
 
     async def _start_store(self, processes: LocalProcesses, plan: Plan) -> str:
-        """Start the rendezvous store of the process groups; return ``host:port`` (empty: a lone trainer needs none)."""
+        """Start the rendezvous store of the process groups; return ``host:port`` (empty: a lone trainer needs none).
+
+        A trainer that no plan change can give company is alone for ever.
+        """
         line = processes.service("store")  # an adopted one
         plans = (plan, initial_plan(self._config))  # what is taken over may have shrunk
-        if not line and all(sum(len(emu.slots) for emu in each.of(POLICY_TRAINING)) == 1 for each in plans):
+        fixed = self._config.adapt.mode == "off" and not self._config.adapt.at
+        if not line and fixed and all(sum(len(emu.slots) for emu in each.of(POLICY_TRAINING)) == 1 for each in plans):
             return ""
         arguments = ["nereus.backends.torch.store", "--host", self._config.bus.host, "--port", "0"]
         line = line or await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
