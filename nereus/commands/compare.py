@@ -8,28 +8,32 @@ same; equal words give equal figures; wrong policies, traces and jobs are refuse
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from nereus.commands.comparison import picture
 from nereus.commands.comparison.page import page
 from nereus.commands.comparison.table import as_text
-from nereus.commands.simulate import UNCHANGING, check
+from nereus.commands.simulate import UNCHANGING, check, check_slots
+from nereus.config import RunConfig
 from nereus.configuration.load import load_job
 from nereus.core.profiles import load_model
 from nereus.core.units import format_seconds
 from nereus.errors import ConfigError
 from nereus.runtime.folder import empty_folder, next_folder
-from nereus.sim.comparing import run_under
+from nereus.sim.comparing import run_synchronous_under, run_under
 from nereus.sim.comparison import RunResult, Standing, mean_latency_s, standings
-from nereus.sim.policies.named import named
-from nereus.sim.policy import Policy
-from nereus.sim.trace import load_trace
+from nereus.sim.jobfile import synchronous_job
+from nereus.sim.policies.named import named, named_synchronous
+from nereus.sim.trace import Trace, load_trace
 
 PAGE, PICTURE, FIGURES = "comparison.html", "comparison", "comparison.json"
 
@@ -45,24 +49,22 @@ def compare(
     as_json: bool,
 ) -> int:
     """Compare policies and return the exit code. ``ConfigError`` for wrong input."""
-    chosen = _chosen(policies)
+    names = _names(policies)
     if seeds < 1:
         raise ConfigError(f"{seeds} runs cannot be compared", where="--seeds", remedy="give 1 or more")
-    config = load_job(list(files), list(overrides)).config
-    config = replace(config, track=replace(config.track, tensorboard=False))
     course = UNCHANGING if trace is None else load_trace(trace)
-    check(config, course)
-    shape = load_model(config.model.path)
-    folder = next_folder(Path(config.run.dir), "compared") if out is None else empty_folder(out)
+    bout = _bout(files, overrides, course, names)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    folder = next_folder(bout.root, "compared") if out is None else empty_folder(out)
     results: list[RunResult] = []
-    for seed in range(config.run.seed, config.run.seed + seeds):
-        for policy in chosen:
-            made = run_under(config, shape, course, policy, seed, folder / f"{policy.name}-{seed}")
+    for seed in range(bout.first_seed, bout.first_seed + seeds):
+        for name in names:
+            made = bout.run(name, seed, folder / f"{name}-{seed}")
             results.append(made)
             _tell(made)
-    table = standings(results, {policy.name: policy.source for policy in chosen})
-    job, about = Path(files[-1]).stem, f"trace {course.name}, {config.run.steps} steps"
-    title = f"{job}: {', '.join(policy.name for policy in chosen)}"
+    table = standings(results, bout.sources)
+    job, about = Path(files[-1]).stem, f"trace {course.name}, {bout.steps} steps"
+    title = f"{job}: {', '.join(names)}"
     said = f"{about}, {seeds} seed{'s' if seeds > 1 else ''}"
     figures = _figures(job, course.name, seeds, folder, table, results)
     (folder / FIGURES).write_bytes(msgspec.json.format(figures) + b"\n")
@@ -77,14 +79,55 @@ def compare(
     return 0
 
 
-def _chosen(policies: str) -> list[Policy]:
+class _Bout(Struct, frozen=True):
+    """What is run under every policy."""
+
+    steps: int
+    first_seed: int
+    root: Path
+    """Below which a new folder is made."""
+    sources: dict[str, str]
+    run: Callable[[str, int, Path], RunResult]
+    """Given a policy's name, a seed and the folder to make."""
+
+
+def _bout(files: Sequence[Path], overrides: Sequence[tuple[str, str]], trace: Trace, names: Sequence[str]) -> _Bout:
+    """Read the job, of either kind, and refuse what cannot be run."""
+    job = synchronous_job(files)
+    if job is not None:
+        if overrides:
+            what = f"--{overrides[0][0]} is no setting of a synchronous job"
+            raise ConfigError(what, where="command line", remedy=f"change {files[0]}")
+        check_slots(trace, job.cluster.size, where=f"{files[0]}: slots")
+        deciders = {name: named_synchronous(name) for name in names}
+        return _Bout(
+            job.steps,
+            0,
+            Path(RunConfig().dir),
+            {name: decider.source for name, decider in deciders.items()},
+            lambda name, seed, path: run_synchronous_under(job, trace, deciders[name], seed, path),
+        )
+    config = load_job(list(files), list(overrides)).config
+    config = replace(config, track=replace(config.track, tensorboard=False))
+    check(config, trace)
+    shape, policies = load_model(config.model.path), {name: named(name) for name in names}
+    return _Bout(
+        config.run.steps,
+        config.run.seed,
+        Path(config.run.dir),
+        {name: policy.source for name, policy in policies.items()},
+        lambda name, seed, path: run_under(config, shape, trace, policies[name], seed, path),
+    )
+
+
+def _names(policies: str) -> list[str]:
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{name} is named twice", where="--policies", remedy="name each once")
     if not names:
         raise ConfigError("no policy is named", where="--policies", remedy="write --policies nereus,given")
-    return [named(name) for name in names]
+    return names
 
 
 def _tell(made: RunResult) -> None:

@@ -7,6 +7,7 @@ Invariants (tests/sim/test_evaluation.py): unknown sections are refused before a
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -25,7 +26,7 @@ DOCUMENT = Path("docs") / "evaluation.md"
 def evaluate(*, only: str, quick: bool, out: Path | None) -> int:
     """Measure and write; return the exit code. ``ConfigError`` for wrong input."""
     keys = chosen(only)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     made: list[Measured] = []
     for one in measured(keys, quick=quick, clock=time.process_time):
         made.append(one)

@@ -93,9 +93,14 @@ def check(config: JobConfig, trace: Trace) -> None:
         raise ConfigError(
             "no model is named", where="model.path", remedy="name a profile of profiles/models, or a config.json"
         )
-    if trace.most_slots is not None and trace.most_slots > config.cluster.slots:
+    check_slots(trace, config.cluster.slots, where="cluster.slots")
+
+
+def check_slots(trace: Trace, slots: int, *, where: str) -> None:
+    """Refuse a trace that comes to more slots than the cluster has."""
+    if trace.most_slots is not None and trace.most_slots > slots:
         raise ConfigError(
-            f"trace {trace.name} comes to {trace.most_slots} slots, the cluster has {config.cluster.slots}",
-            where="cluster.slots",
+            f"trace {trace.name} comes to {trace.most_slots} slots, the cluster has {slots}",
+            where=where,
             remedy=f"set it to {trace.most_slots} or more",
         )

@@ -15,15 +15,17 @@ from nereus.config import JobConfig
 from nereus.core.shape import ModelShape
 from nereus.errors import ConfigError, NereusError
 from nereus.runtime.display import make_display
-from nereus.runtime.folder import RunFolder
+from nereus.runtime.folder import RunFolder, empty_folder
 from nereus.runtime.journal import read_journal, replay
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.summary import column, finite, mean
 from nereus.runtime.wire import store_config
 from nereus.sim.comparison import RunResult, result_of
 from nereus.sim.course import Failures
-from nereus.sim.policy import Policy
+from nereus.sim.job import SynchronousJob
+from nereus.sim.policy import Policy, SynchronousPolicy
 from nereus.sim.recorded import record
+from nereus.sim.synchronous import run_synchronous
 from nereus.sim.trace import Trace
 
 
@@ -64,3 +66,18 @@ def run_under(
         folder=path.name,
         failure=failure,
     )
+
+
+def run_synchronous_under(
+    job: SynchronousJob, trace: Trace, policy: SynchronousPolicy, seed: int, path: Path
+) -> RunResult:
+    """Simulate a synchronous job under one policy; the new folder ``path`` holds its journal alone."""
+    journal, failure, restores = empty_folder(path) / "journal.jsonl", "", 0
+    try:
+        restores = run_synchronous(job, trace, policy, seed=seed, journal=journal).restores
+    except ConfigError:
+        raise
+    except NereusError as error:
+        failure = str(error)
+    entries = read_journal(journal).entries
+    return result_of(entries, policy=policy.name, seed=seed, restores=restores, folder=path.name, failure=failure)

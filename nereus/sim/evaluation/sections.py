@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from nereus.errors import ConfigError
-from nereus.sim.evaluation import asynchronous, coordination, determinism, doubling, long_run, storms
+from nereus.sim.evaluation import asynchronous, coordination, determinism, doubling, drift, long_run, storms
 from nereus.sim.evaluation.figures import Figure, Section, missing
 
 UNMEASURED = "not yet measured"
@@ -35,16 +35,6 @@ class Measured(Struct, frozen=True):
     quick: bool
 
 
-def _drift(*, quick: bool) -> Section:
-    policies = ("nereus", "every_3_steps", "dynarl_admission")
-    rows = [("drift_3traces", policy, "step_latency_mean", "") for policy in policies]
-    rows += [("drift_3traces", policy, "step_latency_std_across_traces", "") for policy in policies]
-    policies = ("nereus", "static_tp_pp_with_dp_scaling", "dynarl_admission")
-    rows += [("drift_trace1", policy, "step_latency_mean", "") for policy in policies]
-    rows += [("drift_3traces", "nereus", f"transition_{end}", "") for end in ("min", "max")]
-    return missing("Drift on 256 A100: synchronous PPO", rows, UNMEASURED)
-
-
 def _throughput(*, quick: bool) -> Section:
     ends = ("min", "median", "max")
     rows = [
@@ -62,7 +52,7 @@ def _optimum(*, quick: bool) -> Section:
 
 
 SECTIONS: dict[str, Measure] = {
-    "drift": _drift,
+    "drift": drift.section,
     "throughput": _throughput,
     "async": asynchronous.section,
     "optimum": _optimum,

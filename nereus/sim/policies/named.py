@@ -6,7 +6,8 @@ policy is known under the name that it has itself; a name that nobody has is ref
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from nereus.errors import ConfigError
 from nereus.sim.policies.checkpoint_restart import CheckpointRestart
@@ -17,7 +18,9 @@ from nereus.sim.policies.fixed_dp import FixedDP
 from nereus.sim.policies.fully_async import FullyAsync
 from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
-from nereus.sim.policy import Given, Nereus, Policy
+from nereus.sim.policy import Given, Nereus, Policy, SynchronousPolicy
+
+Made = TypeVar("Made")
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "nereus": Nereus,
@@ -33,10 +36,24 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+SYNCHRONOUS: dict[str, Callable[[], SynchronousPolicy]] = {
+    "nereus": Nereus,
+}
+"""Of synchronous workflows."""
+
+
 def named(name: str) -> Policy:
     """Return the policy that is called ``name``; ``ConfigError`` if there is none."""
-    if name not in POLICIES:
-        raise ConfigError(
-            f"no policy is called {name}", where="policies", remedy=f"name one of {', '.join(sorted(POLICIES))}"
-        )
-    return POLICIES[name]()
+    return _known(POLICIES, name)()
+
+
+def named_synchronous(name: str) -> SynchronousPolicy:
+    """Return the policy of synchronous workflows that is called ``name``; ``ConfigError`` if there is none."""
+    return _known(SYNCHRONOUS, name)()
+
+
+def _known(policies: Mapping[str, Made], name: str) -> Made:
+    if name not in policies:
+        remedy = f"name one of {', '.join(sorted(policies))}"
+        raise ConfigError(f"no policy is called {name}", where="policies", remedy=remedy)
+    return policies[name]
