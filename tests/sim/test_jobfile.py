@@ -28,7 +28,6 @@ def test_the_launcher_is_a_synchronous_job_and_others_are_none() -> None:
         ("steps = 0", "steps"),
         ('algorithm = "dpo"', "dpo"),
         ('model = "llama-9.9-1b"', "llama-9.9-1b"),
-        ("slots = 512", "256"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(tmp_path: Path, line: str, what: str) -> None:

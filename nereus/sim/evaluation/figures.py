@@ -64,12 +64,13 @@ def paper_figures() -> tuple[PaperFigure, ...]:
 
 
 def paper(experiment: str, system: str, metric: str, setting: str = "") -> float:
-    """Return the paper's figure; ``setting`` is a part of that column. ``ValueError`` unless exactly one is meant."""
-    found = [
-        one.value
+    """Return the paper's figure; ``setting`` is that column, or a part of it. ``ValueError`` unless exactly one is meant."""
+    alike = [
+        one
         for one in paper_figures()
         if (one.experiment, one.system, one.metric) == (experiment, system, metric) and setting in one.setting
     ]
+    found = [one.value for one in alike if one.setting == setting] or [one.value for one in alike]
     if len(found) != 1:
         raise ValueError(f"{len(found)} figures of the paper are {experiment}, {system}, {metric}, {setting!r}")
     return found[0]
