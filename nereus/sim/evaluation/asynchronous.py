@@ -5,6 +5,7 @@ Step latency and staleness of Nereus, Laminar-style rollouts, one step off, and 
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nereus.sim.evaluation.jobs import base_job, sized
 from nereus.sim.policies.named import POLICIES, named
 from nereus.sim.trace import load_trace
 
-OTHERS = ("laminar", "one_step_off", "fully_async")
+OTHERS = ("laminar", "one_step_off", "fully_async", "clairvoyant")
 TRACES = ("h20-grpo", "h20-dapo", "verl-grpo-shrinking")
 SEEDS = 3
 STEPS, STEPS_QUICK = 20, 8
@@ -70,5 +71,6 @@ def _table(trace: str, names: tuple[str, ...], steps: int, seeds: int) -> tuple[
 
 def _figure(trace: str, one: Standing) -> Figure:
     ages = f"staleness {one.staleness_mean:.2f}, at most {one.staleness_max:.0f}; {one.transitions:.3g} transitions"
+    ages += f"; {one.gap:+.1%} beside the oracle" if math.isfinite(one.gap) else ""
     failed = f"; {one.failed} of {one.runs} runs failed" if one.failed else ""
     return Figure(what=f"step latency, {trace}, {one.policy}", ours=one.step_s, unit="s", note=ages + failed)

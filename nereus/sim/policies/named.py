@@ -35,9 +35,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "dynarl": DynaRL,
 }
 
-
 SYNCHRONOUS: dict[str, Callable[[], SynchronousPolicy]] = {
     "nereus": Nereus,
+    "fixed_dp": FixedDP,
+    "every_k": EveryK,
+    "dynarl": DynaRL,
 }
 """Of synchronous workflows."""
 
