@@ -64,7 +64,7 @@ def paper_figures() -> tuple[PaperFigure, ...]:
 
 
 def paper(experiment: str, system: str, metric: str, setting: str = "") -> float:
-    """Return the paper's figure; ``setting`` is that column or a part of it. ``ValueError`` unless just one is meant."""
+    """Return the paper's figure; ``setting`` is that column or part of it; ``ValueError`` unless one is meant."""
     alike = [
         one
         for one in paper_figures()
