@@ -92,6 +92,9 @@ def document(made: Sequence[Measured], *, when: str, machine: str) -> str:
         "otherwise: evidence about decisions and what they cost in a modelled world, not a measurement of any GPU.",
         f"Ratio is ours over the paper's. Made on {when}, on {machine}.",
     ]
+    absent = [f"`{key}`" for key in SECTIONS if key not in {one.key for one in made}]
+    if absent:
+        lines += ["", f"Not measured for this document: {', '.join(absent)} (`nereus compare --paper --only NAME`)."]
     for one in made:
         number_of = [*SECTIONS].index(one.key) + 1
         lines += ["", f"## {number_of} {one.section.title}", "", one.section.assumes, ""]
