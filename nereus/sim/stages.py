@@ -198,6 +198,8 @@ class Stages:
         truth = self._truths[stage.model]
         if stage.stage is Stage.TRAINING:
             return truth.resident_bytes(layout, dp) - WORKSPACE_BYTES
+        if stage.stage is Stage.INFERENCE:
+            return truth.shared_weights_bytes(layout, dp)
         return truth.weights_bytes(layout)
 
     def _beside(self, plan: Plan, stage: ModelStage) -> float:

@@ -88,7 +88,7 @@ class Truth:
         """Efficiencies drift as ``trace`` says.
 
         ``head``: it has a projection onto the vocabulary; a critic's or reward model's is one number. ``sharded``: the
-        replicas of a trainer share weights, gradients and moments, and gather weights for every pass (ZeRO, stage 3).
+        replicas share weights, gradients and moments, and gather weights for every pass (ZeRO, stage 3), engines aside.
         """
         self._head = head
         self._sharded = sharded
@@ -125,7 +125,7 @@ class Truth:
         """Return one forward pass over samples of (prompt, response) tokens, packed as in training."""
         seconds, _, operations, tokens = self._passes(units, lengths, step, budget, _SCORED)
         slow = self._slow(units, step, units[0].model_stage)
-        peak = self._scoring_peak(units[0].layout, tokens) * self.noise.fragments(step)
+        peak = self._scoring_peak(units[0].layout, len(units), tokens) * self.noise.fragments(step)
         return Step(seconds * slow, {name: value * slow for name, value in operations.items()}, round(peak))
 
     def _passes(
@@ -144,16 +144,16 @@ class Truth:
         operations = {str(name): float(seconds.sum()) for name, seconds in parts.items() if seconds.any()}
         if self._head:
             operations[str(OperationClass.VOCABULARY)] = float(head.sum())
-        if self._sharded and times.backward:
-            kind, gather = self._gathers(layout, units, step)
+        if self._sharded:
+            kind, gather = self._gathers(layout, units, step, times)
             shown = np.maximum(0.0, gather - GATHER_OVERLAP * last)
             operations[str(kind)] = float(shown.sum())
             last = last + shown
         piped = float(last.sum() + (layout.pp - 1) * last.max())
         return piped, float(last.max()), operations, tokens
 
-    def _gathers(self, layout: Layout, units: Sequence[Emu], step: int) -> tuple[OperationClass, float]:
-        """Return what a micro-batch sends where replicas share weights: two gathers and one scatter of gradients.
+    def _gathers(self, layout: Layout, units: Sequence[Emu], step: int, times: _Times) -> tuple[OperationClass, float]:
+        """Return what a micro-batch sends where replicas share weights: a gather, backward another, and gradients.
 
         Each moves half of what an all-reduce of 16-bit values does.
         """
@@ -161,7 +161,7 @@ class Truth:
         size = np.array([self._local_parameters(layout) * 2.0])
         whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
         kind = OperationClass(f"gradients/{name}")
-        return kind, 1.5 * whole / self._drifted(kind, step)
+        return kind, (0.5 + times.backward) * whole / self._drifted(kind, step)
 
     def _slow(self, units: Sequence[Emu], step: int, what: object) -> float:
         return self.noise.slowest([slot for unit in units for slot in unit.slots], step) * self.noise.jitter(what, step)
@@ -271,16 +271,21 @@ class Truth:
         """Return what a replica with shared weights holds whole: the running layer, the next one, the largest end."""
         return 2.0 * (2.0 * self.shape.layer_parameters(layout.tp) + self.shape.embedding_parameters / layout.tp)
 
-    def _scoring_peak(self, layout: Layout, tokens: Array) -> float:
+    def _scoring_peak(self, layout: Layout, dp: int, tokens: Array) -> float:
         """Return the bytes of the fullest slot: weights, one layer's values, logits in 16 and 32 bits, workspace."""
         shape, tp = self.shape, layout.tp
         values = 6.0 * shape.hidden + (3.2 * shape.intermediate + 4.0 * shape.hidden) / tp
         logits = shape.vocab / tp * 6.0 * self._head
-        return self.weights_bytes(layout) + float(tokens.max()) * (values * 2.0 + logits) + WORKSPACE_BYTES
+        weights = self.shared_weights_bytes(layout, dp) + (self._gathered_bytes(layout) if self._sharded else 0.0)
+        return weights + float(tokens.max()) * (values * 2.0 + logits) + WORKSPACE_BYTES
 
     def weights_bytes(self, layout: Layout) -> float:
         """Return a slot's share of the 16-bit weights."""
         return self._local_parameters(layout) * 2.0
+
+    def shared_weights_bytes(self, layout: Layout, dp: int) -> float:
+        """Return what a slot holds of the weights that ``dp`` replicas score with."""
+        return self.weights_bytes(layout) / (dp if self._sharded else 1)
 
     def resident_bytes(self, layout: Layout, dp: int = 1) -> float:
         """Return what a slot of a trainer unit holds between steps: masters, moments, weights, workspace.
