@@ -6,7 +6,6 @@ import pytest
 
 from nereus.core.plan import POLICY_GENERATION, Layout, Plan, Stage
 from nereus.core.profiles import load_cluster, load_model
-from nereus.core.workflow import Algorithm
 from nereus.errors import ConfigError
 from nereus.sim.job import SynchronousJob, estimate_of
 from nereus.sim.noise import Noise
@@ -20,11 +19,9 @@ from nereus.sim.trace import StepLengths, Trace
 STEADY = Trace("steady", "test", (StepLengths(500, 800),))
 
 
-def job(slots: int = 16, algorithm: Algorithm = Algorithm.PPO) -> SynchronousJob:
+def job(slots: int = 16) -> SynchronousJob:
     cluster = load_cluster("a100-64g-256", slots)
-    return SynchronousJob(
-        cluster=cluster, model=load_model("llama-3.1-8b"), prompts=64, steps=2, algorithm=algorithm, calibrate_steps=9
-    )
+    return SynchronousJob(cluster=cluster, model=load_model("llama-3.1-8b"), prompts=64, steps=2, calibrate_steps=9)
 
 
 def opening(made: SynchronousJob, *, sharded: bool) -> Opening:
@@ -33,9 +30,8 @@ def opening(made: SynchronousJob, *, sharded: bool) -> Opening:
     return Opening(question, Stages(made, Noise(0), STEADY, sharded=sharded), sampled)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_colocated_model_stages_use_all_slots(algorithm: Algorithm) -> None:
-    made = job(algorithm=algorithm)
+def test_colocated_model_stages_use_all_slots() -> None:
+    made = job()
     plan = VerlStyle().opening(opening(made, sharded=False))
     for stage in made.workflow.model_stages:
         assert {slot for unit in plan.of(stage) for slot in unit.slots} == set(range(16)), str(stage)
