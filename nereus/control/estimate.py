@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from nereus.control.breakdown import Pricing, list_of_units
 from nereus.control.candidates import Priced, Space
 from nereus.control.choose import Pin, Question
-from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass
+from nereus.control.cost import Recompute, Setups
+from nereus.control.efficiency import CLASSES, COLUMN, Calibration, Observation, OperationClass, Work
+from nereus.control.generation import add_decoding
 from nereus.control.memory import MemoryCalibration
 from nereus.control.monitor import Signals
 from nereus.control.move import state_terms
@@ -36,6 +38,16 @@ LEAST_SHARE = 0.1
 """Ours: a class of operations that takes less of a step is no reason to think again, whatever its speed."""
 
 
+class Decoded(Struct, frozen=True):
+    """What the engines of all units together have done, by their own counters."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    cached_tokens: int
+    """For each token drawn, those that it saw."""
+
+
 class StepFacts(Struct, frozen=True):
     """What one step was like."""
 
@@ -48,6 +60,9 @@ class StepFacts(Struct, frozen=True):
     """Seconds of the trained step by operation class, on its slowest slot, waiting for others left out."""
     peak_bytes: int = 0
     """Of the fullest slot."""
+    decoded: Decoded | None = None
+    """Of generation, where engines tell: in the place of its seconds, which tell less of speed where units have less to
+    do than they could."""
 
 
 class Estimate(Struct, frozen=True):
@@ -168,13 +183,26 @@ def _observations(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[Observ
     found = list[Observation]()
     for stage, seconds in sorted(facts.seconds.items()):
         listed = _row(pricing, plan, stage)
-        if listed is not None and seconds > 0:
+        if listed is not None and stage.stage is Stage.GENERATION and facts.decoded is not None:
+            found.append(_decoding(pricing, plan, stage, facts.decoded))
+        elif listed is not None and seconds > 0:
             priced, row = listed
             found.append(Observation.of_step(priced.work, seconds, row))
     for name, unit_s in _unit_seconds(pricing, plan).items():
         if unit_s > 0 and facts.operations.get(name, 0.0) > 0:
             found.append(Observation.of_class(OperationClass(name), unit_s, facts.operations[name]))
     return found
+
+
+def _decoding(pricing: Pricing, plan: Plan, stage: ModelStage, decoded: Decoded) -> Observation:
+    """Return what engines have measured of their own decoding, beside its work at efficiency 1."""
+    layout = plan.of(stage)[0].layout
+    setup = Setups.grid([(layout, 1, 1, Recompute.NONE)])
+    work = Work.none(1)
+    shape = pricing.shapes.get(stage.model, pricing.shapes["policy"])
+    steps, tokens, context = (np.array([float(n)]) for n in (decoded.steps, decoded.tokens, decoded.cached_tokens))
+    add_decoding(work, shape, pricing.cluster, setup, steps, tokens, context)
+    return Observation.of_step(work, decoded.seconds)
 
 
 def _unit_seconds(pricing: Pricing, plan: Plan) -> dict[str, float]:

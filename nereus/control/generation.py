@@ -101,21 +101,43 @@ def generation_work(
     steps = decode_steps(lengths, sequences, alive)
     tokens = sequences * lengths.mean
     context = sequences * (prompts.mean * lengths.mean + lengths.mean_square / 2.0)
+    if workload.lead > 1:
+        steps = np.maximum(steps / workload.lead, _flowing_steps(workload, sequences, live))
+    add_decoding(work, shape, cluster, setups, steps, tokens, context)
     matrices = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
-    work.add(OperationClass.DECODE, steps * matrices / setups.tp * COMPUTE_BYTES / device.bytes_per_s)
-    cached = shape.layers * shape.kv_values_per_token / (setups.tp * setups.pp) * COMPUTE_BYTES
-    work.add(OperationClass.CACHE, context * cached / device.bytes_per_s)
     cut = setups.tp * setups.pp
-    work.add(OperationClass.GEMM, tokens * 2.0 * matrices / cut / device.flops_per_s)
     prefills = sequences / (workload.group_size if shared_prefix else 1.0)
     work.add(OperationClass.GEMM, prefills * prompts.mean * 2.0 * matrices / cut / device.flops_per_s)
     causal = 2.0 * prompts.mean_square * shape.heads * shape.head_dim * shape.layers
     work.add(OperationClass.ATTENTION, prefills * causal / cut / device.flops_per_s)
+    _add_links(work, shape, cluster, setups, 0.0 * steps, prefills * prompts.mean)
+    return work
+
+
+def add_decoding(
+    work: Work, shape: ModelShape, cluster: Cluster, setups: Setups, steps: Array, tokens: Array, context: Array
+) -> None:
+    """Add ``steps`` decode steps in which ``tokens`` tokens are drawn, which read ``context`` cached tokens in all."""
+    device, cut = cluster.device, setups.tp * setups.pp
+    matrices = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
+    work.add(OperationClass.DECODE, steps * matrices / setups.tp * COMPUTE_BYTES / device.bytes_per_s)
+    cached = shape.layers * shape.kv_values_per_token / cut * COMPUTE_BYTES
+    work.add(OperationClass.CACHE, context * cached / device.bytes_per_s)
+    work.add(OperationClass.GEMM, tokens * 2.0 * matrices / cut / device.flops_per_s)
     kernels = steps * shape.layers * KERNELS_PER_LAYER * KERNEL_START_S / 4.0
     """Engines replay recorded graphs: a quarter of the starts remains."""
     work.add(OperationClass.LAUNCH, kernels + steps * HOST_STEP_S)
-    _add_links(work, shape, cluster, setups, steps, tokens + prefills * prompts.mean)
-    return work
+    _add_links(work, shape, cluster, setups, steps, tokens)
+
+
+def _flowing_steps(workload: Workload, sequences: Array, live: Array) -> Array:
+    """Return the decode steps for one step's responses where ``lead`` steps are generated ahead and nothing drains.
+
+    Of the groups in flight those sequences are alive that are shorter than the longest of their group.
+    """
+    lengths = workload.responses
+    tail = lengths.expected_longest(workload.group_size) / lengths.mean
+    return np.asarray(sequences * lengths.mean / np.minimum(live, (workload.lead + 1) * sequences / tail))
 
 
 def _add_links(work: Work, shape: ModelShape, cluster: Cluster, setups: Setups, steps: Array, tokens: Array) -> None:

@@ -121,6 +121,9 @@ class Workload(Struct, frozen=True):
     minibatches: int = 1
     epochs: int = 1
     """How often training goes over the same samples (PPO)."""
+    lead: int = 1
+    """Steps for which asynchronous generation may run ahead: the bound of staleness. One that is above 1 hides the
+    tail of a step's responses behind the steps that follow."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "group_size", "minibatches", "epochs"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nereus.bus.messages import GroupAccepted, StepReport
-from nereus.control.estimate import StepFacts
+from nereus.control.estimate import Decoded, StepFacts
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, PolicyVersion
 
 
@@ -26,7 +26,9 @@ def group_figures(held: Sequence[GroupAccepted], version: PolicyVersion) -> dict
     return figures
 
 
-def step_facts(held: Sequence[GroupAccepted], report: StepReport, generation_s: float) -> StepFacts:
+def step_facts(
+    held: Sequence[GroupAccepted], report: StepReport, generation_s: float, decoded: Decoded | None = None
+) -> StepFacts:
     """Return what the planner learns from a step; seconds of 0 were not measured."""
     samples = [(group.prompt_tokens, sample.tokens) for group in held for sample in group.samples]
     return StepFacts(
@@ -35,4 +37,5 @@ def step_facts(held: Sequence[GroupAccepted], report: StepReport, generation_s: 
         {POLICY_TRAINING: report.seconds, POLICY_GENERATION: generation_s},
         report.operations,
         report.peak_bytes,
+        decoded,
     )

@@ -18,8 +18,9 @@ import structlog
 
 from nereus.algo.sampler import Cursor, SampleOrder
 from nereus.algo.staleness import GroupAttempt, Pacer, Waiting
-from nereus.bus.messages import Grant, GroupAccepted, GroupFailed, GroupRef, GroupSpec
+from nereus.bus.messages import Generated, Grant, GroupAccepted, GroupFailed, GroupRef, GroupSpec
 from nereus.config import JobConfig
+from nereus.control.estimate import Decoded
 from nereus.core.plan import PolicyVersion
 from nereus.runtime import journal as record
 from nereus.runtime.dataset import Dataset
@@ -74,6 +75,7 @@ class Groups:
         self._busy_since: dict[str, float] = {}
         self._busy_s = 0.0
         self._finished = 0
+        self._generated: list[Generated] = []
 
     @property
     def cursor(self) -> Cursor:
@@ -175,6 +177,27 @@ class Groups:
         if not finished or not rollouts:
             return 0.0
         return busy / rollouts * self._config.train.groups_per_step / finished
+
+    def generated(self, told: Generated) -> None:
+        """Note what a unit's engine says that it has done."""
+        if told.decode_steps:
+            self._generated.append(told)
+
+    def decoded(self) -> Decoded | None:
+        """Return what all engines together have done since the last call; None: none has told of anything."""
+        told, self._generated = self._generated, []
+        if not told:
+            return None
+        return Decoded(
+            math.fsum(one.decode_s for one in told),
+            sum(one.decode_steps for one in told),
+            sum(one.tokens for one in told),
+            sum(one.cached_tokens for one in told),
+        )
+
+    def forget_decoded(self) -> None:
+        """Drop what units of another plan have told."""
+        self._generated.clear()
 
     def held(self, refs: Iterable[GroupRef]) -> list[GroupAccepted]:
         """Return what a batch consists of."""

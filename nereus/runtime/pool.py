@@ -55,6 +55,7 @@ def starting_estimate(config: JobConfig, shape: ModelShape, cluster: Cluster) ->
         train.groups_per_step,
         rollout.group_size,
         train.minibatches,
+        lead=max(1, config.async_.staleness),
     )
     space = live_space(
         micro_batch_tokens=train.micro_batch_tokens,

@@ -594,6 +594,7 @@ class Supervisor:
             )
         worker.version = live.version
         worker.state = State.LIVE
+        self._groups.generated(live.generated)
         self._journal.append(record.WeightsLive(worker=worker.name, version=live.version, checksum=live.checksum))
         self._observer.fleet(self._fleet)
         await self._grant()
@@ -703,7 +704,7 @@ class Supervisor:
         self._version += 1
         self._observer.step(report, metrics)
         if report.seconds:
-            facts = step_facts(held, report, self._groups.generation_s())
+            facts = step_facts(held, report, self._groups.generation_s(), self._groups.decoded())
             self._planning.stepped(self._step, facts, metrics["timing_s/step"])
         for worker in (*self._fleet.rollouts(), *self._fleet.of(POLICY_TRAINING)[:1]):
             if worker.alive:
@@ -757,6 +758,7 @@ class Supervisor:
             self._groups.lost(rollout, "moved")
         if target is not None and not (failure or self._changes.aborted):
             self._settle_collector(target.of(POLICY_TRAINING))
+        self._groups.forget_decoded()
         concluded = await self._changes.conclude(failure)
         self._planning.ended(self._changes.plan, concluded.failure, concluded.seconds)
         self._progress_at = self._now()

@@ -93,6 +93,8 @@ class Engine:
         self.version = -1
         self.tokens = 0.0
         self.steps = 0.0
+        self.read_tokens = 0.0
+        """For each token drawn, the cached tokens that it saw."""
         self.busy_s = 0.0
 
     @property
@@ -269,6 +271,7 @@ class Engine:
     def _move(self, steps: float, at: float) -> None:
         self.busy_s += at - max(self._clock, self._stalled_until)
         self.tokens += steps * len(self._ends)
+        self.read_tokens += steps * (self._cached + len(self._ends) * (self._position + steps / 2))
         self.steps += steps
         self._position += steps
         self._clock = max(self._clock, at)

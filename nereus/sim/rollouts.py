@@ -20,6 +20,7 @@ from nereus.bus.messages import (
     Assign,
     Commit,
     Fault,
+    Generated,
     Grant,
     GroupAccepted,
     GroupSpec,
@@ -71,6 +72,7 @@ class Rollout:
         self._timer: asyncio.TimerHandle | None = None
         self._scoring: dict[int, asyncio.TimerHandle] = {}
         self._collector: object = None
+        self._told = (0.0, 0.0, 0.0, 0.0)
         self._said: asyncio.Queue[Message] = asyncio.Queue()
 
     async def handle(self, delivery: Delivery) -> Message | None:
@@ -137,6 +139,7 @@ class Rollout:
         self.engine = Engine(self._config.rollout.max_live, devices.truth.cache_tokens(layout))
         self.engine.prefill_s = lambda tokens: devices.truth.prefill_s(layout, int(tokens))
         self.engine.restart(began)
+        self._told = (0.0, 0.0, 0.0, 0.0)
         self._finished.clear()
         devices.generating |= {self.slot}
         if assign.emu.slots[0] == self.slot:
@@ -219,8 +222,16 @@ class Rollout:
         self._offered = -1
         live = self.engine.live
         self.finished(self.engine.switch(version, self._speed(version), 0.0, self._time()))
-        self._said.put_nowait(WeightsLive(version, checksum(version), pull_s, live))
+        self._said.put_nowait(WeightsLive(version, checksum(version), pull_s, live, self._generated()))
         self.proceed()
+
+    def _generated(self) -> Generated:
+        """Return what the engine has done since the last call."""
+        engine = self.engine
+        now = engine.busy_s, engine.steps, engine.tokens, engine.read_tokens
+        seconds, *counts = (new - old for new, old in zip(now, self._told, strict=True))
+        self._told = now
+        return Generated(seconds, *map(round, counts))
 
     def _speed(self, version: int) -> Speed:
         assert self._assigned is not None

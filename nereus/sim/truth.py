@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -157,7 +158,7 @@ class Truth:
 
         Each moves half of what an all-reduce of 16-bit values does.
         """
-        link, name = self._link([slot for unit in units for slot in unit.slots])
+        link, name = self._ring([slot for unit in units for slot in unit.slots])
         size = np.array([self._local_parameters(layout) * 2.0])
         whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
         kind = OperationClass(f"gradients/{name}")
@@ -242,7 +243,7 @@ class Truth:
         optimizer = local * 30.0 / (self._device.bytes_per_s * 0.8) / self._drifted(OperationClass.OPTIMIZER, step)
         found = {str(OperationClass.OPTIMIZER): optimizer}
         if len(units) > 1 and not self._sharded:
-            link, name = self._link([unit.slots[0] for unit in units])
+            link, name = self._ring([unit.slots[0] for unit in units])
             size = np.array([local * 4.0])
             whole = float(all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, len(units), size)[0])
             kind = OperationClass(f"gradients/{name}")
@@ -353,6 +354,15 @@ class Truth:
     def _drifted(self, name: str, step: int) -> float:
         """Return the factor on what a class of operations reaches at ``step``."""
         return self._trace.factor_at(step, name) if self._trace is not None and self._changes else 1.0
+
+    def _ring(self, slots: Sequence[SlotId]) -> tuple[Link, str]:
+        """Return what a ring over ``slots`` has: it enters and leaves a node once, with the shares of all its members
+        there."""
+        link, name = self._link(slots)
+        if name == "in_node":
+            return link, name
+        members = min(Counter(self._node_of.get(slot, "") for slot in slots).values())
+        return Link(link.latency_s, min(link.bytes_per_s * members, self.cluster.in_node.bytes_per_s)), name
 
     def _link(self, slots: Sequence[SlotId]) -> tuple[Link, str]:
         near = len({self._node_of.get(slot, "") for slot in slots}) <= 1

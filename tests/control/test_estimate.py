@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nereus.control.breakdown import Pricing
 from nereus.control.efficiency import Efficiencies
-from nereus.control.estimate import WINDOW, Estimate, StepFacts, live_space
+from nereus.control.estimate import WINDOW, Decoded, Estimate, StepFacts, live_space
 from nereus.control.memory import MemoryCalibration
 from nereus.control.propose import latency_now
 from nereus.core.cluster import Cluster, Device, Link, uniform_nodes
@@ -107,3 +107,16 @@ def test_transitions_teach_what_a_pause_costs(predicted: float, measured: float,
     estimate = _estimate()
     moved = estimate.moved(predicted, measured)
     assert moved.pricing.overheads.pause_s == pytest.approx(estimate.pricing.overheads.pause_s + changes)
+
+
+def test_engines_counters_count_and_not_what_units_wait_for_orders() -> None:
+    """A bound of staleness keeps units busy for as long as a step takes, whatever they could do."""
+    plan, found = _plan(), list[float]()
+    for seconds in (1.0, 4.0):
+        decoded = Decoded(2 * seconds, 128, 256 * 16, 256 * 16 * 24)
+        estimate = _estimate()
+        for _ in range(20):
+            estimate = estimate.observed(plan, _facts(0.1, 30.0, decoded=decoded))
+        found.append(latency_now(estimate.question(estimate.pricing.cluster, plan, {})))
+    assert found[0] < 10.0
+    assert 2.0 < found[1] / found[0] < 6.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 import pytest
@@ -83,3 +84,18 @@ def test_the_cache_must_hold_the_fullest_moment() -> None:
     assert peak_context(equal) == 150
     tail = Workload(Lengths.fixed(100), Lengths.weighted([(50, 0.9), (5000, 0.1)]), groups=4)
     assert 150 <= peak_context(tail) < 5100
+
+
+def test_running_ahead_hides_the_tail_but_no_work() -> None:
+    tail = Lengths.log_normal(400, 1200, 4096)
+    setups = Setups.grid([(ONE, dp, 1, Recompute.NONE) for dp in (1, 2, 4, 8)])
+    seconds = []
+    for lead in (1, 2, 4, 16, 64):
+        load = Workload(Lengths.fixed(100), tail, 64, 8, lead=lead)
+        work = generation_work(SHAPE, CLUSTER, setups, load, np.full(4, 256.0))
+        seconds.append(work.seconds(Efficiencies.prior()))
+    for fewer, more in itertools.pairwise(seconds):
+        assert np.all(more <= fewer * (1 + 1e-9))
+    assert seconds[1][3] < 0.7 * seconds[0][3]
+    full = 64 * 8 * tail.mean / 256
+    assert np.all(seconds[-1] > full / np.array([1, 2, 4, 8]) * SHAPE.parameters * 2.0 / CLUSTER.device.bytes_per_s)
