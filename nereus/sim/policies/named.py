@@ -18,6 +18,8 @@ from nereus.sim.policies.fixed_dp import FixedDP
 from nereus.sim.policies.fully_async import FullyAsync
 from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
+from nereus.sim.policies.openrlhf_style import OpenRLHFStyle
+from nereus.sim.policies.verl_style import VerlStyle
 from nereus.sim.policy import Given, Nereus, Policy, SynchronousPolicy
 
 Made = TypeVar("Made")
@@ -40,6 +42,8 @@ SYNCHRONOUS: dict[str, Callable[[], SynchronousPolicy]] = {
     "fixed_dp": FixedDP,
     "every_k": EveryK,
     "dynarl": DynaRL,
+    "verl_style": VerlStyle,
+    "openrlhf_style": OpenRLHFStyle,
 }
 """Of synchronous workflows."""
 
