@@ -42,11 +42,14 @@ class Pair(Struct, frozen=True):
 
 
 def swept(config: JobConfig, slots: int, known: Known, step_s: StepTime, most: int = 1, step: int = 0) -> list[Pair]:
-    """Return the fastest pairs for ``step`` on ``slots`` slots, the fastest first; ``ValueError`` if none fits."""
+    """Return the fastest pairs for ``step`` on ``slots`` slots, the fastest first; ``ValueError`` if none fits.
+
+    Rollouts get the slots after the trainers', so pairs that would cut a tensor-parallel group of theirs are none.
+    """
     groups = groups_of(config, known, step)
     best: list[Pair] = []
     for train in _trainers(known, slots - 1):
-        rollouts = tuple(_rollouts(known, slots - train.slots))
+        rollouts = tuple(one for one in _rollouts(known, slots - train.slots) if not train.slots % one.layout.tp)
         limit = best[-1].step_s if len(best) == most else math.inf
         if min((step_s(one, 0.0) for one in rollouts), default=math.inf) >= limit:
             continue
