@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 
 from nereus.bus.messages import GroupSpec
@@ -66,6 +67,19 @@ class Sampled(Struct, frozen=True):
             training.operations,
             training.peak_bytes,
         )
+
+
+def sample_of(job: SynchronousJob, trace: Trace, seed: int, step: int) -> Sampled:
+    """Draw prompts and responses of a step: by seed and step, whatever the plan."""
+    extra = round((job.workflow.responses_per_sample - 1.0) * job.group_size)
+    """ReMax generates a greedy response besides, which is not trained on."""
+    count = job.group_size + extra
+    drawn = job.lengths(trace, step).sample((seed, step), job.prompts * count, job.longest_response)
+    shares = np.random.default_rng((seed, step, 1)).uniform(0.25, 0.75, job.prompts)
+    prompts = [max(1, round(share * job.longest_prompt)) for share in shares.tolist()]
+    groups = tuple((prompt, drawn[place * count : (place + 1) * count]) for place, prompt in enumerate(prompts))
+    trained = tuple((prompt, length) for prompt, lengths in groups for length in lengths[: job.group_size])
+    return Sampled(groups, trained)
 
 
 class Stages:

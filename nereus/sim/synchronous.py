@@ -21,7 +21,6 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -46,7 +45,7 @@ from nereus.sim.loop import run_virtual
 from nereus.sim.noise import Noise
 from nereus.sim.policy import Circumstances, Known, Opening, SynchronousPolicy
 from nereus.sim.simulation import BOOT_S, MAX_RESTORES, RESTORE_S, SEARCH_S, TICK_S
-from nereus.sim.stages import Sampled, Stages, Took
+from nereus.sim.stages import Sampled, Stages, Took, sample_of
 from nereus.sim.trace import Trace
 from nereus.sim.world import SearchHere, ended
 from nereus.transition.primitive import Primitive, Replica
@@ -518,16 +517,7 @@ class Synchronous:
 
     def _sample(self, step: int) -> Sampled:
         """Draw prompts and responses of a step."""
-        job = self.job
-        extra = round((job.workflow.responses_per_sample - 1.0) * job.group_size)
-        """ReMax generates a greedy response besides, which is not trained on."""
-        count = job.group_size + extra
-        drawn = job.lengths(self._trace, step).sample((self._seed, step), job.prompts * count, job.longest_response)
-        shares = np.random.default_rng((self._seed, step, 1)).uniform(0.25, 0.75, job.prompts)
-        prompts = [max(1, round(share * job.longest_prompt)) for share in shares.tolist()]
-        groups = tuple((prompt, drawn[place * count : (place + 1) * count]) for place, prompt in enumerate(prompts))
-        trained = tuple((prompt, length) for prompt, lengths in groups for length in lengths[: job.group_size])
-        return Sampled(groups, trained)
+        return sample_of(self.job, self._trace, self._seed, step)
 
     def _drawn(self, group: int) -> Drawn:
         """Return what will come of a group, by its number."""

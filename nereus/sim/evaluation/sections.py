@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from nereus.errors import ConfigError
-from nereus.sim.evaluation import asynchronous, coordination, determinism, doubling, drift, long_run, storms
+from nereus.sim.evaluation import asynchronous, coordination, determinism, doubling, drift, long_run, optimum, storms
 from nereus.sim.evaluation.figures import Figure, Section, missing
 
 UNMEASURED = "not yet measured"
@@ -46,16 +46,11 @@ def _throughput(*, quick: bool) -> Section:
     return missing("Throughput of PPO beside OpenRLHF-style and verl-style plans", rows, UNMEASURED)
 
 
-def _optimum(*, quick: bool) -> Section:
-    rows = [("plan_quality", "nereus", metric, "") for metric in ("exact", "gap_p95", "gap_max_bound")]
-    return missing("The chosen plan beside the best of all, executed", rows, UNMEASURED)
-
-
 SECTIONS: dict[str, Measure] = {
     "drift": drift.section,
     "throughput": _throughput,
     "async": asynchronous.section,
-    "optimum": _optimum,
+    "optimum": optimum.section,
     "doubling": doubling.section,
     "coordination": coordination.section,
     "long-run": long_run.section,
