@@ -98,7 +98,7 @@ def told(one: Comparison) -> str:
         (stage for stage in one.chosen.stages if _misled_s(one, stage) > 0), key=lambda stage: -_misled_s(one, stage)
     )
     if not misled:
-        return f"{said}; no model-stage is mispredicted in its favour: placement and weight sync differ"
+        return f"{said}; no model-stage is mispredicted in its favour"
     return "; ".join((said, *(_difference(one, stage) for stage in misled[:TOLD])))
 
 
