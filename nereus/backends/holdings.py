@@ -337,7 +337,8 @@ class _Lent:
         self._loan = loan
         self._dtype = np.dtype(f"u{itemsize}")
         self._open = contextlib.ExitStack()
-        self._near: dict[str, int] = {}
+        self._near: dict[str, tuple[int, int]] = {}
+        """Handle and size of each lender's file."""
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __enter__(self) -> _Lent:
@@ -361,11 +362,10 @@ class _Lent:
         """
         if place.path not in self._near:
             with self._named():
-                self._near[place.path] = handle = _open_sealed(place.path)
-                self._open.callback(os.close, handle)
-        handle = self._near[place.path]
-        shape = _shape(piece)
-        size, holds = self._dtype.itemsize * elements(piece), os.fstat(handle).st_size
+                self._near[place.path] = opened = _open_sealed(place.path)
+                self._open.callback(os.close, opened[0])
+        handle, holds = self._near[place.path]
+        shape, size = _shape(piece), self._dtype.itemsize * elements(piece)
         if place.strides == _row_major(shape, self._dtype.itemsize):
             if place.offset + size > holds:
                 raise TransitionError(f"{what} is said to lie where it cannot: beyond the {holds} bytes of its file")
@@ -390,8 +390,9 @@ class _Lent:
             raise TransitionError(f"what slot {self._loan.lender} has lent cannot be read: {error}") from error
 
 
-def _open_sealed(path: str) -> int:
-    """Open a file of this user that cannot shrink: looking into one that does ends the process."""
+def _open_sealed(path: str) -> tuple[int, int]:
+    """Open a file of this user that cannot shrink, for looking into one that does ends the process; return its size,
+    too."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -402,7 +403,7 @@ def _open_sealed(path: str) -> int:
     except OSError:
         os.close(handle)
         raise
-    return handle
+    return handle, status.st_size
 
 
 def _read_from(handle: int, offset: int, size: int, shape: tuple[int, ...], what: str) -> Fetch:

@@ -154,16 +154,15 @@ def pass_work(
     _add_attention(work, shape, cluster, setups, square, runs * (1.0 + scored + products), fused_attention)
     _add_tensor_parallel(work, shape, cluster, setups, tokens, runs, directions)
     _add_context_parallel(work, shape, cluster, setups, tokens, runs, directions)
-    in_layers = work.unit_s.copy()
+    work.waiting_s = work.unit_s * (bubble / (1.0 + bubble))[:, None]  # so far there are layer passes only
     _add_pipeline(work, shape, cluster, setups, tokens, micro_batches, passes.backward, pipeline_outermost)
     if head:
-        excess = _head_excess(shape, setups, forwards + backward, 1.0 + backward)
-        _add_vocabulary(work, shape, cluster, setups, tokens * micro_batches * excess, 1.0 + backward)
+        share = _head_excess(shape, setups, forwards + backward, 1.0 + backward)
+        _add_vocabulary(work, shape, cluster, setups, tokens * micro_batches * share, 1.0 + backward)
     if passes.backward:
         _add_update(work, shape, cluster, setups, layers, micro_batches, pipeline_outermost)
-    share = np.divide(in_layers, work.unit_s, out=np.zeros_like(in_layers), where=work.unit_s > 0)
-    work.waiting[...] = share * (bubble / (1.0 + bubble))[:, None]
     work.unit_s *= passes.updates
+    work.waiting_s *= passes.updates
     work.fixed_s *= passes.updates
     return work
 

@@ -103,17 +103,17 @@ class Efficiencies(Struct, frozen=True):
 class Work:
     """The work of one or many alternatives: seconds of each class at efficiency 1, and seconds that no class owns.
 
-    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) is what no efficiency scales. ``waiting``
-    (alternatives, classes) is the share of ``unit_s`` in which a slot waits for other pipeline ranks at this class: the
+    ``unit_s`` has shape (alternatives, classes); ``fixed_s`` (alternatives,) is what no efficiency scales.
+    ``waiting_s`` (alternatives, classes) is the part of ``unit_s`` in which a slot waits for other pipeline ranks: the
     step lasts that long, but whoever times the operations themselves does not see it.
     """
 
-    __slots__ = ("fixed_s", "unit_s", "waiting")
+    __slots__ = ("fixed_s", "unit_s", "waiting_s")
 
-    def __init__(self, unit_s: Array, fixed_s: Array, waiting: Array) -> None:
+    def __init__(self, unit_s: Array, fixed_s: Array, waiting_s: Array) -> None:
         self.unit_s = unit_s
         self.fixed_s = fixed_s
-        self.waiting = waiting
+        self.waiting_s = waiting_s
 
     @classmethod
     def none(cls, alternatives: int) -> Work:
@@ -142,11 +142,11 @@ class Work:
 
     def __getitem__(self, index: int) -> Work:
         one = slice(index, index + 1)
-        return Work(self.unit_s[one], self.fixed_s[one], self.waiting[one])
+        return Work(self.unit_s[one], self.fixed_s[one], self.waiting_s[one])
 
     def busy_s(self, index: int = 0) -> Array:
         """Return the seconds at efficiency 1 that one alternative's slots spend in each class, (classes,)."""
-        busy: Array = self.unit_s[index] * (1.0 - self.waiting[index])
+        busy: Array = self.unit_s[index] - self.waiting_s[index]
         return busy
 
 

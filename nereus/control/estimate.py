@@ -199,9 +199,8 @@ def _decoding(pricing: Pricing, plan: Plan, stage: ModelStage, decoded: Decoded)
     layout = plan.of(stage)[0].layout
     setup = Setups.grid([(layout, 1, 1, Recompute.NONE)])
     work = Work.none(1)
-    shape = pricing.shapes.get(stage.model, pricing.shapes["policy"])
     steps, tokens, context = (np.array([float(n)]) for n in (decoded.steps, decoded.tokens, decoded.cached_tokens))
-    add_decoding(work, shape, pricing.cluster, setup, steps, tokens, context)
+    add_decoding(work, pricing.shape_of(stage), pricing.cluster, setup, steps, tokens, context)
     return Observation.of_step(work, decoded.seconds)
 
 
