@@ -45,7 +45,7 @@ from nereus.runtime.placement import initial_plan, slots_ever
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
 from nereus.runtime.readopt import Takeover, estate_of, gather, send_away, take_over
-from nereus.runtime.regroup import StateLost
+from nereus.runtime.regroup import Restores, StateLost
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered, ProcessSearcher
 from nereus.runtime.summary import Summary, summarize
@@ -58,9 +58,6 @@ EXIT_LEFT_AT_ONCE = 130
 
 GATHER_S = 15.0
 """How long live workers may take to come, after they must have noticed that their supervisor is gone."""
-
-MAX_RESTORES = 3
-"""How often a run goes back to a checkpoint without coming further than before."""
 
 log = structlog.get_logger()
 
@@ -125,7 +122,7 @@ async def _to_the_end(
     readopt: bool,
 ) -> Outcome:
     """Run; when the trained state is lost with its last copy, go on from the newest checkpoint that is whole."""
-    tries, furthest = 0, -1
+    restores = Restores()
     while True:
         assembly = _Assembly(config, folder, display, local_workers=local_workers)
         try:
@@ -136,9 +133,7 @@ async def _to_the_end(
             return Outcome(f"left before the run had begun ({assembly.interrupted})", finished=False)
         except StateLost as lost:
             step = read_progress(folder).step
-            tries = 0 if step > furthest else tries + 1
-            furthest = max(furthest, step)
-            if assembly.interrupted or tries >= MAX_RESTORES:
+            if assembly.interrupted or not restores.allowed(step):
                 raise RunFailed(f"{lost}; resume with --resume") from lost
             search = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep).newest()
             for damage in search.passed_over:

@@ -28,6 +28,24 @@ class StateLost(RunFailed):
     """No unit has all of the trained state any more: the newest checkpoint is what is left."""
 
 
+MAX_RESTORES = 3
+"""How often a run goes back to a checkpoint without coming further than before."""
+
+
+class Restores:
+    """Whether a run whose state is lost may go back to a checkpoint once more."""
+
+    def __init__(self) -> None:
+        self._furthest = -1
+        self._tries = 0
+
+    def allowed(self, step: int) -> bool:
+        """Note that state was lost when ``step`` steps were done."""
+        self._tries = 0 if step > self._furthest else self._tries + 1
+        self._furthest = max(self._furthest, step)
+        return self._tries < MAX_RESTORES
+
+
 class Regrouped(Struct, frozen=True):
     """The intact units, in the plan's order, and the step that comes next for all of them."""
 

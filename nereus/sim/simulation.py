@@ -35,7 +35,7 @@ from nereus.runtime.dataset import Dataset, Row
 from nereus.runtime.journal import Journal
 from nereus.runtime.placement import FIRST_VIRTUAL_SLOT, next_plan
 from nereus.runtime.pool import cluster_of, starting_estimate
-from nereus.runtime.regroup import StateLost
+from nereus.runtime.regroup import Restores, StateLost
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered
 from nereus.runtime.surroundings import Observer, Origin, Outcome
@@ -61,8 +61,6 @@ SEARCH_S = 2.0
 """Ours: what a search of the planner takes."""
 
 TICK_S = 10.0
-MAX_RESTORES = 3
-"""How often a run goes back to a checkpoint without coming further than before, as live."""
 
 SETTINGS = Settings(heartbeat_s=0.0, resend_s=1e6, ack_delay_s=1e6, window=4096)
 """The bus in memory loses nothing, so nothing is sent twice; who falls silent is noticed by the world's own clock."""
@@ -164,7 +162,7 @@ class Simulation:
         outcome: Outcome | None = None
         reason = "failed"
         self._course.begin()
-        tries, furthest = 0, -1
+        allowance = Restores()
         try:
             while True:
                 try:
@@ -173,9 +171,7 @@ class Simulation:
                     return outcome
                 except StateLost as lost:
                     self.restores += 1
-                    tries = 0 if self._step > furthest else tries + 1
-                    furthest = max(furthest, self._step)
-                    if tries >= MAX_RESTORES:
+                    if not allowance.allowed(self._step):
                         raise
                     self._observer.note(f"{lost}; going on from the newest checkpoint")
                     await asyncio.sleep(RESTORE_S)

@@ -14,7 +14,7 @@ from nereus.bus.memory import MemoryBus, MemoryEndpoint
 from nereus.bus.messages import Message, Ok, Recall, Refused, Stand, Standing
 from nereus.bus.session import Settings
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
-from nereus.runtime.regroup import Regrouped, StateLost, regroup, settle
+from nereus.runtime.regroup import MAX_RESTORES, Regrouped, Restores, StateLost, regroup, settle
 from nereus.sim.loop import run_virtual
 from nereus.transition.primitive import Replica
 
@@ -256,3 +256,9 @@ def test_when_the_last_unit_is_lost_too_it_is_said(how: str) -> None:
     slots[0].told = slots[1].told = how  # type: ignore[assignment]
     with pytest.raises(StateLost, match="no trainer unit is whole any more"):
         _regroup(units, slots)
+
+
+def test_a_run_goes_back_as_often_as_it_comes_further_and_a_few_times_more() -> None:
+    restores = Restores()
+    assert all(restores.allowed(step) for step in range(10))
+    assert [restores.allowed(9) for _ in range(MAX_RESTORES)] == [True] * (MAX_RESTORES - 1) + [False]
