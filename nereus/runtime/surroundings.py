@@ -76,6 +76,20 @@ class Observer(Protocol):
         """A plan change waits for its boundary, or goes on."""
 
 
+class Unobserved:
+    """An ``Observer`` that nobody looks at; those who want a part of it overwrite that."""
+
+    def step(self, report: StepReport, metrics: dict[str, float]) -> None: ...
+
+    def fleet(self, workers: Iterable[Worker]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def plan(self, plan: Plan) -> None: ...
+
+    def transition(self, progress: TransitionProgress) -> None: ...
+
+
 class Origin(Struct, frozen=True):
     """What the run starts from: a model folder, or a committed checkpoint."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec import Struct
@@ -20,12 +19,10 @@ from msgspec.structs import replace
 from nereus.algo.history import check_history
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
-from nereus.core.plan import Plan
 from nereus.core.profiles import load_model
 from nereus.errors import NereusError
-from nereus.runtime.fleet import Worker
 from nereus.runtime.journal import plain, read_journal, replay
-from nereus.runtime.surroundings import TransitionProgress
+from nereus.runtime.surroundings import Unobserved
 from nereus.sim.course import Failures
 from nereus.sim.evaluation.jobs import base_job
 from nereus.sim.loop import Deadlock, run_virtual
@@ -50,21 +47,13 @@ class Stormed(Struct, frozen=True):
     restores: int
 
 
-class _Nobody:
+class _Nobody(Unobserved):
     """An observer that only tells the simulation of steps."""
 
     simulation: Simulation
 
     def step(self, report: StepReport, metrics: dict[str, float]) -> None:
         self.simulation.stepped(report.step + 1)
-
-    def fleet(self, workers: Iterable[Worker]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def plan(self, plan: Plan) -> None: ...
-
-    def transition(self, progress: TransitionProgress) -> None: ...
 
 
 def storm_job(slots: int, steps: int) -> JobConfig:

@@ -24,17 +24,17 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nereus.bus.messages import GroupRef, GroupSpec, StepReport
+from nereus.bus.messages import GroupRef, GroupSpec
 from nereus.control.memory import MemoryCalibration
 from nereus.control.move import Move, move
 from nereus.core.plan import ModelStage, Plan, SlotId, Stage
 from nereus.errors import NereusError, OutOfMemory
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Journal
-from nereus.runtime.regroup import StateLost
+from nereus.runtime.regroup import Restores, StateLost
 from nereus.runtime.schedule import Planning, Standing, Wish
 from nereus.runtime.searching import Answered, Asked, Searcher
-from nereus.runtime.surroundings import Observer, Outcome, RunFailed, TransitionProgress
+from nereus.runtime.surroundings import Outcome, RunFailed
 from nereus.runtime.timeline import summarized
 from nereus.runtime.transform import execute
 from nereus.sim.course import NOTICE_S, Course, Failures
@@ -44,7 +44,7 @@ from nereus.sim.links import ENGINE_START_S
 from nereus.sim.loop import run_virtual
 from nereus.sim.noise import Noise
 from nereus.sim.policy import Circumstances, Known, Opening, SynchronousPolicy
-from nereus.sim.simulation import BOOT_S, MAX_RESTORES, RESTORE_S, SEARCH_S, TICK_S
+from nereus.sim.simulation import BOOT_S, RESTORE_S, SEARCH_S, TICK_S
 from nereus.sim.stages import Sampled, Stages, Took, sample_of
 from nereus.sim.trace import Trace
 from nereus.sim.world import SearchHere, ended
@@ -169,7 +169,6 @@ class Synchronous:
         job: SynchronousJob,
         trace: Trace,
         journal: Path,
-        observer: Observer | None,
         *,
         policy: SynchronousPolicy,
         seed: int = 0,
@@ -183,7 +182,6 @@ class Synchronous:
         self._policy = policy
         self._seed = seed
         self._run_id = run_id
-        self._observer = observer
         self._noise = Noise(seed, scale=noise)
         self._stages = Stages(job, self._noise, trace, sharded=policy.sharded)
         self._course = Course(trace, job.cluster.size, self._noise, failures, self)
@@ -219,19 +217,16 @@ class Synchronous:
         outcome: Outcome | None = None
         reason = "failed"
         self._course.begin()
-        tries, furthest = 0, -1
+        allowance = Restores()
         try:
             while outcome is None:
                 try:
                     outcome = await self._attempt()
                     reason = outcome.reason
-                except StateLost as lost:
+                except StateLost:
                     self.restores += 1
-                    tries = 0 if self._step > furthest else tries + 1
-                    furthest = max(furthest, self._step)
-                    if tries >= MAX_RESTORES:
+                    if not allowance.allowed(self._step):
                         raise
-                    self._note(f"{lost}; going on from the newest checkpoint")
                     await asyncio.sleep(RESTORE_S)
                     self._step = self._saved
                     self.steps = [taken for taken in self.steps if taken.step < self._saved]
@@ -374,16 +369,11 @@ class Synchronous:
     async def _transform(self, way: Move, target: Plan) -> None:
         """Perform the primitives, each as soon as it may; load what no unit has; build engines."""
         assert way.dag is not None, "a way that is not stuck has a graph"
-        count = len(way.dag.primitives)
 
         async def perform(primitive: Primitive) -> None:
             await asyncio.sleep(self._stages.primitive_s(primitive, self._loop.time()))
 
-        def watch(done: int, running: tuple[str, ...]) -> None:
-            if self._observer is not None:
-                self._observer.transition(TransitionProgress(summarized(target), count, done, running))
-
-        await execute(TransitionRun(way.dag), perform, watch)
+        await execute(TransitionRun(way.dag), perform)
         loads = [self._stages.restored_s(emu) for emu in target.emus if emu.model_stage in way.restored]
         before = {Replica.of(emu) for emu in self._plan.emus}
         engines = any(
@@ -395,8 +385,6 @@ class Synchronous:
         self._plan = plan
         self.plans.append((self._step, plan))
         self._journal.append(record.PlanCommitted(plan=plan, why=why))
-        if self._observer is not None:
-            self._observer.plan(plan)
 
     # A step
 
@@ -418,7 +406,6 @@ class Synchronous:
             self._ooms += 1
             if self._ooms >= MOST_TRIES:
                 raise RunFailed(f"{error}; no plan was found that fits") from error
-            self._note(str(error))
             facts = sampled.facts(took)
             planning.out_of_memory(replace(facts, peak_bytes=sum(error.needed_bytes.values())), str(error))
             return
@@ -426,14 +413,6 @@ class Synchronous:
         now = self._loop.time()
         facts = sampled.facts(took)
         tokens = sum(facts.prompts) + sum(facts.responses)
-        report = StepReport(
-            step,
-            step,
-            took[ModelStage(Stage.TRAINING)].seconds,
-            tokens,
-            operations=facts.operations,
-            peak_bytes=facts.peak_bytes,
-        )
         self._journal.append(record.Trained(step=step, version=step, groups=groups, samples=len(sampled.trained)))
         self.steps.append(
             StepTaken(
@@ -445,28 +424,11 @@ class Synchronous:
                 tokens / len(sampled.trained),
             )
         )
-        if self._observer is not None:
-            self._observer.step(report, self._figures(facts.responses, tokens, now - self._since, phases_s))
         self._since = now
         self._step = step + 1
         if self._step % self.job.checkpoint_every == 0:
             self._save()
         planning.stepped(self._step, facts, now - began)
-
-    def _figures(
-        self, responses: Sequence[int], tokens: int, seconds: float, phases_s: dict[str, float]
-    ) -> dict[str, float]:
-        named = {f"timing_s/{name}": took for name, took in phases_s.items() if name != "boundary"}
-        return {
-            "response_length/mean": sum(responses) / len(responses),
-            "perf/tokens": tokens,
-            "perf/tokens_per_s": tokens / seconds,
-            "staleness/mean": 0.0,
-            "staleness/max": 0.0,
-            "timing_s/step": seconds,
-            "timing_s/wait_for_batch": phases_s["boundary"],
-            **named,
-        }
 
     def _save(self) -> None:
         """Save beside the next step; what was saved last is what a run without state goes back to."""
@@ -566,7 +528,7 @@ class Synchronous:
         """Tell the policy which slots are alive, now and when patience with those that are lost has run out."""
         if self._planning is None:
             return
-        self._planning.watch(frozenset(self._alive), self._loop.time())
+        self._look_again()
         if self._plan.slots() - self._alive or self._course.present - self._alive:
             self._loop.call_later(self.job.patience_s + 1.0, self._look_again)
 
@@ -600,7 +562,6 @@ class Synchronous:
         planning = self._planning
         refused = planning.drain(there, self._alive - self._leaving) if planning is not None else ""
         if refused:
-            self._note(f"{len(there)} slots are taken back without being let go: {refused}")
             notice_s = min(notice_s, NOTICE_S)
         self._let_go()
         if notice_s == math.inf:
@@ -619,10 +580,6 @@ class Synchronous:
         self._loop.call_later(delay, self._ended, slot)
         if kind != "reclaim":
             self._loop.call_later(delay + BOOT_S, self._came, slot)
-
-    def _note(self, text: str) -> None:
-        if self._observer is not None:
-            self._observer.note(text)
 
 
 def run_synchronous(
@@ -643,7 +600,7 @@ def run_synchronous(
     made: list[Synchronous] = []
 
     async def main(path: Path) -> tuple[Outcome, float]:
-        made.append(Synchronous(job, trace, path, None, policy=policy, seed=seed, failures=failures, noise=noise))
+        made.append(Synchronous(job, trace, path, policy=policy, seed=seed, failures=failures, noise=noise))
         outcome = await made[0].run()
         return outcome, asyncio.get_running_loop().time()
 

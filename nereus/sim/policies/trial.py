@@ -18,11 +18,9 @@ from msgspec.structs import replace
 
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
-from nereus.core.plan import Plan
 from nereus.errors import NereusError
-from nereus.runtime.fleet import Worker
 from nereus.runtime.schedule import GivenPlans, Planning, Schedule
-from nereus.runtime.surroundings import Outcome, TransitionProgress
+from nereus.runtime.surroundings import Outcome, Unobserved
 from nereus.sim.loop import run_virtual
 from nereus.sim.policy import AsStated, Circumstances, Known
 from nereus.sim.serving import Serving
@@ -57,7 +55,7 @@ class _Fixed(AsStated, frozen=True):
         return GivenPlans(Schedule(now.config, now.plan, now.step))
 
 
-class _Noted:
+class _Noted(Unobserved):
     """Keeps the time and the staleness of each step."""
 
     def __init__(self) -> None:
@@ -67,14 +65,6 @@ class _Noted:
     def step(self, report: StepReport, metrics: dict[str, float]) -> None:
         self.seconds.append(metrics["timing_s/step"])
         self.staleness.append(metrics["staleness/max"])
-
-    def fleet(self, workers: Iterable[Worker]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def plan(self, plan: Plan) -> None: ...
-
-    def transition(self, progress: TransitionProgress) -> None: ...
 
 
 def tried(config: JobConfig, slots: int, known: Known, serving: Serving) -> Trial | None:
