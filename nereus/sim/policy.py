@@ -18,7 +18,7 @@ come: for oracles, and for baselines whose first plan is swept, as their users w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -175,7 +175,10 @@ class Policy(Protocol):
 
 
 class AsStated(Struct, frozen=True):
-    """What most policies have in common: the job, its layouts and its ways of serving are as the job file says."""
+    """What most policies have in common: the job, its layouts and changes, and its ways of serving are as the job file
+    says; a synchronous run begins with what the planner finds with its priors."""
+
+    sharded: ClassVar[bool] = False
 
     def job(self, config: JobConfig, slots: int, known: Known) -> JobConfig:
         return config
@@ -186,17 +189,18 @@ class AsStated(Struct, frozen=True):
     def first_plan(self, config: JobConfig, slots: int, known: Known) -> Plan:
         return initial_plan(config)
 
+    def opening(self, start: Opening) -> Plan:
+        return start.fastest()
+
+    def planning(self, now: Circumstances) -> Planning:
+        return GivenPlans(Schedule(now.config, now.plan, now.step))
+
 
 class Nereus(AsStated, frozen=True):
     """The controller of the live runtime."""
 
     name: str = "nereus"
     source: str = "this project"
-    sharded: bool = False
-
-    def opening(self, start: Opening) -> Plan:
-        """What the planner finds with its priors."""
-        return start.fastest()
 
     def planning(self, now: Circumstances) -> Planning:
         return adaptation(now)
@@ -207,9 +211,6 @@ class Given(AsStated, frozen=True):
 
     name: str = "given"
     source: str = "the job file"
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))
 
 
 class Follower:

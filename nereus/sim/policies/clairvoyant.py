@@ -26,10 +26,9 @@ from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.core.plan import Replication
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.links import communicators_s
 from nereus.sim.policies.sweep import Flow, flow, groups_of, swept, training_s
-from nereus.sim.policy import AsStated, Circumstances, Known
+from nereus.sim.policy import AsStated, Known
 from nereus.sim.slots import STATE_BYTES
 
 LOOKS = 5
@@ -164,6 +163,3 @@ class Clairvoyant(AsStated, frozen=True):
             rollout=replace(config.rollout, layout=str(rollout)),
             adapt=replace(config.adapt, at=at),
         )
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))

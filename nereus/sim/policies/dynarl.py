@@ -14,10 +14,9 @@ import math
 from msgspec.structs import replace
 
 from nereus.control.admission import Offer, Verdict, admit
-from nereus.core.plan import Plan
 from nereus.runtime.schedule import Planning
 from nereus.sim.policies.every_k import Clock
-from nereus.sim.policy import AsStated, Circumstances, Opening, adaptation
+from nereus.sim.policy import AsStated, Circumstances, adaptation
 
 
 def any_gain(offer: Offer, *, gamma: float) -> Verdict:
@@ -30,11 +29,6 @@ class DynaRL(AsStated, frozen=True):
 
     name: str = "dynarl"
     source: str = "DynaRL, OSDI 2026; RLinf's dynamic scheduler"
-    sharded: bool = False
-
-    def opening(self, start: Opening) -> Plan:
-        """As Nereus begins."""
-        return start.fastest()
 
     def planning(self, now: Circumstances) -> Planning:
         return adaptation(now, monitor=Clock(1), admission=any_gain)

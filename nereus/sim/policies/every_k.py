@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from nereus.control.admission import Offer, Verdict, admit
 from nereus.control.monitor import Signals, Trigger
-from nereus.core.plan import Plan
 from nereus.runtime.schedule import Planning
-from nereus.sim.policy import AsStated, Circumstances, Opening, adaptation
+from nereus.sim.policy import AsStated, Circumstances, adaptation
 
 
 class Clock(Struct, frozen=True):
@@ -45,11 +44,6 @@ class EveryK(AsStated, frozen=True):
     every: int = 3
     name: str = "every_k"
     source: str = "arXiv 2609.34645, section 7: switching every 3 steps"
-    sharded: bool = False
-
-    def opening(self, start: Opening) -> Plan:
-        """As Nereus begins."""
-        return start.fastest()
 
     def planning(self, now: Circumstances) -> Planning:
         return adaptation(now, monitor=Clock(self.every), admission=go)

@@ -44,7 +44,6 @@ class FixedDP(AsStated, frozen=True):
 
     name: str = "fixed_dp"
     source: str = "arXiv 2609.34645, section 7.3.3: static TP/PP with DP scaling"
-    sharded: bool = False
 
     def opening(self, start: Opening) -> Plan:
         """The fastest, in truth, of all layouts of training and generation."""

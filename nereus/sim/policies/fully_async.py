@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.core.plan import Replication
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.policies.sweep import Flow, flow, groups_of, swept, with_layouts
 from nereus.sim.policies.trial import best, tried
-from nereus.sim.policy import AsStated, Circumstances, Known
+from nereus.sim.policy import AsStated, Known
 
 TRIED = 4
 """So many of the pairs that should be fastest are tried."""
@@ -44,6 +43,3 @@ class FullyAsync(AsStated, frozen=True):
         config = replace(config, async_=replace(config.async_, staleness=bound))
         jobs = [with_layouts(config, pair) for pair in pairs]
         return best(tried(job, slots, known, self.serving(job)) for job in jobs).config
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))

@@ -27,11 +27,10 @@ from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.core.plan import Layout, Replication
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.engine import Drawn
 from nereus.sim.policies.sweep import StepTime, batch_s, groups_of, pull_s, swept, with_layouts
 from nereus.sim.policies.trial import best, tried
-from nereus.sim.policy import AsStated, Circumstances, Known
+from nereus.sim.policy import AsStated, Known
 from nereus.sim.serving import Finishing, Serving, Unit
 
 REPACK_EVERY_S = 5.0
@@ -187,9 +186,6 @@ class Laminar(AsStated, frozen=True):
 
     def serving(self, config: JobConfig) -> Serving:
         return Repacking()
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))
 
 
 def _prompts(config: JobConfig, dp: int, batches: float) -> int:

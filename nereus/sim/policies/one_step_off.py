@@ -21,10 +21,9 @@ from msgspec.structs import replace
 
 from nereus.config import JobConfig
 from nereus.core.plan import Replication
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.sim.engine import Drawn
 from nereus.sim.policies.sweep import batch_s, groups_of, pull_s, swept, with_layouts
-from nereus.sim.policy import AsStated, Circumstances, Known
+from nereus.sim.policy import AsStated, Known
 from nereus.sim.serving import Serving, Unit
 
 
@@ -94,6 +93,3 @@ class OneStepOff(AsStated, frozen=True):
 
     def serving(self, config: JobConfig) -> Serving:
         return InBatches(config.train.groups_per_step)
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import ClassVar
 
 from nereus.core.plan import POLICY_GENERATION, Layout, ModelStage, Plan, SlotId, Stage
 from nereus.runtime.schedule import Planning
@@ -26,7 +27,7 @@ class OpenRLHFStyle(AsStated, frozen=True):
 
     name: str = "openrlhf_style"
     source: str = "OpenRLHF, arXiv 2405.11143; github.com/OpenRLHF/OpenRLHF"
-    sharded: bool = True
+    sharded: ClassVar[bool] = True
 
     def opening(self, start: Opening) -> Plan:
         return fastest_of(start, self.name, _apart(start))

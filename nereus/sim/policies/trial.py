@@ -19,10 +19,9 @@ from msgspec.structs import replace
 from nereus.bus.messages import StepReport
 from nereus.config import JobConfig
 from nereus.errors import NereusError
-from nereus.runtime.schedule import GivenPlans, Planning, Schedule
 from nereus.runtime.surroundings import Outcome, Unobserved
 from nereus.sim.loop import run_virtual
-from nereus.sim.policy import AsStated, Circumstances, Known
+from nereus.sim.policy import AsStated, Known
 from nereus.sim.serving import Serving
 from nereus.sim.simulation import Simulation
 from nereus.sim.trace import Trace
@@ -50,9 +49,6 @@ class _Fixed(AsStated, frozen=True):
 
     def serving(self, config: JobConfig) -> Serving:
         return self.served
-
-    def planning(self, now: Circumstances) -> Planning:
-        return GivenPlans(Schedule(now.config, now.plan, now.step))
 
 
 class _Noted(Unobserved):

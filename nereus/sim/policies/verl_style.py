@@ -25,7 +25,6 @@ class VerlStyle(AsStated, frozen=True):
 
     name: str = "verl_style"
     source: str = "HybridFlow, arXiv 2409.19256; github.com/volcengine/verl"
-    sharded: bool = False
 
     def opening(self, start: Opening) -> Plan:
         return fastest_of(start, self.name, _colocated(start))
