@@ -8,14 +8,12 @@ same; equal words give equal figures; wrong policies, traces and jobs are refuse
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -29,6 +27,7 @@ from nereus.core.profiles import load_model
 from nereus.core.units import format_seconds
 from nereus.errors import ConfigError
 from nereus.runtime.folder import empty_folder, next_folder
+from nereus.runtime.logs import silence
 from nereus.sim.comparing import run_synchronous_under, run_under
 from nereus.sim.comparison import RunResult, Standing, mean_latency_s, standings
 from nereus.sim.jobfile import synchronous_job
@@ -54,7 +53,7 @@ def compare(
         raise ConfigError(f"{seeds} runs cannot be compared", where="--seeds", remedy="give 1 or more")
     course = UNCHANGING if trace is None else load_trace(trace)
     bout = _bout(files, overrides, course, names)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    silence()
     folder = next_folder(bout.root, "compared") if out is None else empty_folder(out)
     results: list[RunResult] = []
     for seed in range(bout.first_seed, bout.first_seed + seeds):

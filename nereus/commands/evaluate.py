@@ -7,17 +7,15 @@ Invariants (tests/sim/test_evaluation.py): unknown sections are refused before a
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
 import time
 from pathlib import Path
 
-import structlog
-
 from nereus.core.units import format_seconds
 from nereus.runtime.folder import write_whole
+from nereus.runtime.logs import silence
 from nereus.sim.evaluation.sections import Measured, chosen, document, measured
 
 DOCUMENT = Path("docs") / "evaluation.md"
@@ -26,7 +24,7 @@ DOCUMENT = Path("docs") / "evaluation.md"
 def evaluate(*, only: str, quick: bool, out: Path | None) -> int:
     """Measure and write; return the exit code. ``ConfigError`` for wrong input."""
     keys = chosen(only)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    silence()
     made: list[Measured] = []
     for one in measured(keys, quick=quick, clock=time.process_time):
         made.append(one)

@@ -27,6 +27,11 @@ _UNSAFE = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 """Unicode categories that steer terminals or hide text: controls, formats (bidi), surrogates, private use, breaks."""
 
 
+def silence() -> None:
+    """Tell nothing: where many simulated runs are made, each has its own journal."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
 def escape(text: str) -> str:
     """Return ``text`` with every control or invisible formatting character written as an escape, on one line."""
     if text.isascii() and text.isprintable():

@@ -19,12 +19,10 @@ from nereus.core.plan import Emu, Layout, ModelStage, Plan, Stage
 from nereus.core.shape import ModelShape
 from nereus.core.workflow import Algorithm, workflow
 from nereus.core.workload import Lengths, Workload
-from nereus.sim.policies.restart import Growth
+from nereus.sim.policies.restart import BYTES_PER_PARAMETER, Growth
 
 TRAINED = (ModelStage(Stage.TRAINING, "critic"), ModelStage(Stage.TRAINING))
 WIDEST_TP = 4
-BYTES_PER_PARAMETER = 14
-"""Weights in 16 bits, a master and two moments in 32."""
 
 
 class Change(Struct, frozen=True):

@@ -62,9 +62,10 @@ def section(*, quick: bool) -> Section:
 
 def _runs(name: str, trace: str, seeds: int, gamma: float | None = None) -> list[RunResult]:
     job = drift_job() if gamma is None else replace(drift_job(), gamma=gamma)
+    course = load_trace(trace)
     with tempfile.TemporaryDirectory() as made:
         return [
-            run_synchronous_under(job, load_trace(trace), named_synchronous(name), seed, Path(made) / str(seed))
+            run_synchronous_under(job, course, named_synchronous(name), seed, Path(made) / str(seed))
             for seed in range(seeds)
         ]
 

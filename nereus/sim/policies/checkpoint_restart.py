@@ -24,13 +24,10 @@ from nereus.core.shape import ModelShape
 from nereus.runtime.adaptation import Adaptation
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered
-from nereus.sim.policies.restart import Growth, Pipes, System, moving_s
+from nereus.sim.policies.restart import BYTES_PER_PARAMETER, Growth, Pipes, System, moving_s
 from nereus.sim.policy import AsStated, Circumstances, Known
 
 RESTART_S = 30.0
-
-STATE_BYTES = 14.0
-"""Of a parameter: weights in 16 bits, a master and two moments in 32."""
 
 
 class Restarts(Struct, frozen=True):
@@ -43,7 +40,7 @@ class Restarts(Struct, frozen=True):
 
     def seconds(self, before: Plan, after: Plan) -> float:
         """Return how long the job stands still for the change."""
-        state = STATE_BYTES * float(self.shape.parameters)
+        state = BYTES_PER_PARAMETER * float(self.shape.parameters)
         fullest = max(self._units_by_node(after).values())
         growth = Growth(len(self._units_by_node(before)), len(self._units_by_node(after)), state, fullest * state, True)
         return RESTART_S + moving_s(self.system, growth, self.pipes)

@@ -20,6 +20,9 @@ import enum
 
 from msgspec import Struct
 
+BYTES_PER_PARAMETER = 14
+"""Of a training state: weights in 16 bits, a master and two moments in 32."""
+
 
 class System(enum.StrEnum):
     """A published way to reconfigure."""
