@@ -31,11 +31,23 @@ BACKENDS = {
 TEXT = "nereus.backends.text"
 """Where the rollout actor's codec lives."""
 
+LATE = (
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.generation.utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_python",
+    "transformers.tokenization_utils_tokenizers",
+)
+"""What transformers imports only when a model or a tokenizer is first made: nearly as long as all the rest takes."""
+
 
 def modules_for(config: JobConfig) -> tuple[str, ...]:
     """Return the modules that the slots of this job import, for a process that prepares theirs."""
     wanted = ((config.train.backend, Stage.TRAINING), (config.rollout.backend, Stage.GENERATION))
-    return (TEXT, *(BACKENDS[key][0] for key in wanted if key in BACKENDS))
+    backends = tuple(BACKENDS[key][0] for key in wanted if key in BACKENDS)
+    return (TEXT, *backends, *(LATE if backends else ()))
 
 
 def load_backend(name: str, stage: Stage, config: JobConfig) -> Any:

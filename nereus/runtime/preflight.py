@@ -16,8 +16,8 @@ import msgspec
 
 import nereus.backends
 from nereus.actors.reasoning_task import PREFIX, is_task
+from nereus.backends.recipe import Recipe, read_recipe
 from nereus.configuration.job import LoadedJob
-from nereus.configuration.load import read_document
 from nereus.configuration.rules import replication
 from nereus.core.change import parse_changes
 from nereus.core.shape import ModelShape
@@ -26,17 +26,6 @@ from nereus.runtime.dataset import open_dataset
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_RECIPE_TOKENS = 256
-"""Tokens of a recipe's character tokenizer besides its phrases and special tokens: one for each byte."""
-_RECIPE_DEFAULTS = {
-    "layers": 4,
-    "hidden": 128,
-    "heads": 4,
-    "kv_heads": 2,
-    "intermediate": 352,
-    "context": 256,
-    "tie_embeddings": False,
-}
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
 
 
@@ -64,8 +53,7 @@ def model_shape(job: LoadedJob) -> ModelShape:
     model = job.config.model
     if model.recipe:
         path = _existing(job, "model.recipe", Path(model.recipe))
-        document, _ = read_document(path)
-        return _recipe_shape(document, job, path)
+        return _recipe_shape(read_recipe(path))
     folder = _existing(job, "model.path", Path(model.path))
     if not folder.is_dir():
         raise job.refuse("model.path", f"{folder} is not a folder", "name a Hugging Face model folder")
@@ -89,24 +77,19 @@ def _json(path: Path, job: LoadedJob) -> dict[str, Any]:
     return document
 
 
-def _recipe_shape(document: dict[str, Any], job: LoadedJob, path: Path) -> ModelShape:
-    """Read what a recipe says of its model; the recipe's own reader (the warm start) checks the rest."""
-    stated = {**_RECIPE_DEFAULTS, **document.get("model", {})}
-    phrases = document.get("tokenizer", {}).get("phrases", [])
-    try:
-        return ModelShape(
-            layers=stated["layers"],
-            hidden=stated["hidden"],
-            heads=stated["heads"],
-            kv_heads=stated["kv_heads"],
-            head_dim=stated["hidden"] // stated["heads"],
-            intermediate=stated["intermediate"],
-            vocab=_RECIPE_TOKENS + len(phrases),
-            max_positions=stated["context"],
-            tied=stated["tie_embeddings"],
-        )
-    except (TypeError, ZeroDivisionError) as error:
-        raise job.refuse("model.recipe", f"{path} holds sizes that make no model: {error}", "correct [model]") from None
+def _recipe_shape(recipe: Recipe) -> ModelShape:
+    model = recipe.model
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.hidden // model.heads,
+        intermediate=model.intermediate,
+        vocab=recipe.tokenizer.vocabulary,
+        max_positions=model.context,
+        tied=model.tie_embeddings,
+    )
 
 
 def _shape(document: dict[str, Any], job: LoadedJob, key: str, path: Path) -> ModelShape:

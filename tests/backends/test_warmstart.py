@@ -15,18 +15,20 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
-from nereus.backends.torch.warmstart import (  # noqa: E402
-    IGNORED,
+from nereus.backends.recipe import (  # noqa: E402
     SupervisedPhase,
     TokenizerSpec,
+    fingerprint,
+    read_recipe,
+)
+from nereus.backends.torch.warmstart import (  # noqa: E402
+    IGNORED,
     _examples,
     _tensors,
     build_tokenizer,
     careless,
     demonstrations,
-    fingerprint,
     prepare,
-    read_recipe,
     running_totals,
 )
 
@@ -62,6 +64,14 @@ def test_a_number_with_its_blank_is_one_token() -> None:
     tokenizer = build_tokenizer(TokenizerSpec(phrases=(" + ", " ="), numbers=(-20, 30)), context=64)
     assert len(tokenizer.encode("5 + 7 = 12 -20 3")) == len(["5", " + ", "7", " =", " 12", " -20", " 3"])
     assert tokenizer.decode(tokenizer.encode(" 31 -21")) == " 31 -21"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [TokenizerSpec(), TokenizerSpec(phrases=("Say: sum = ",)), TokenizerSpec(phrases=("+",), numbers=(-9, 41))],
+)
+def test_the_size_of_the_vocabulary_is_known_before_there_is_one(spec: TokenizerSpec) -> None:
+    assert len(build_tokenizer(spec, context=64)) == spec.vocabulary
 
 
 def test_the_saved_tokenizer_is_the_same(tmp_path: Path) -> None:

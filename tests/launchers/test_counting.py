@@ -64,7 +64,8 @@ def test_prompts_and_answers_fit_the_job_and_the_model(
     job: JobConfig, rows: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from nereus.backends.torch.warmstart import build_tokenizer, read_recipe
+    from nereus.backends.recipe import read_recipe
+    from nereus.backends.torch.warmstart import build_tokenizer
 
     monkeypatch.chdir(ROOT)
     recipe = read_recipe(Path(job.model.recipe))

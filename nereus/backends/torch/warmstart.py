@@ -1,10 +1,9 @@
 """How does a job get a small model to start from when nobody has one at hand? It makes one, from a recipe.
 
-A recipe is a TOML file: the shape of a Llama, a tokenizer, and a short supervised phase on a reasoning-gym task or on
-the rows of a JSONL file. Owns the recipe format and the model cache. Invariants (tests/backends/test_warmstart.py): a
-folder in the cache is complete, or is not there; its name changes whenever the recipe's values, its rows or this file
-change, so a stale model is never served; the same recipe gives the same weights on the same machine; the tokenizer
-gives every text back unchanged.
+Follows a recipe (``backends/recipe.py``): builds the model and the tokenizer, and trains the one in a short supervised
+phase on a reasoning-gym task or on the rows of a JSONL file. Owns what is in the model cache. Invariants
+(tests/backends/test_warmstart.py): a folder in the cache is complete, or is not there; the same recipe gives the same
+weights on the same machine; the tokenizer gives every text back unchanged.
 
 Run by hand: ``python -m nereus.backends.torch.warmstart RECIPE CACHE [--threads N]``.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import hashlib
 import itertools
 import math
 import random
@@ -23,93 +21,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from msgspec import Meta, Struct
+from msgspec import Struct
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from nereus.backends.recipe import (
+    SPECIAL_TOKENS,
+    LlamaSpec,
+    Recipe,
+    SupervisedPhase,
+    TokenizerSpec,
+    cached,
+    read_recipe,
+)
 from nereus.errors import ConfigError
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-Probability = Annotated[float, Meta(ge=0, lt=1)]
 Progress = Callable[[str], None]
 
 REPORT_EVERY_S = 3.0
-FILE_SUFFIX = ".jsonl"
 NUMBER = re.compile(r"-?\d+")
 IGNORED = -100
 """The label of positions that are not learned: prompts and padding."""
-
-
-class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[model]``: the shape of the Llama; heads and vocabulary divide by two, so that t2 layouts work."""
-
-    layers: Positive = 4
-    hidden: Positive = 128
-    heads: Positive = 4
-    kv_heads: Positive = 2
-    intermediate: Positive = 352
-    context: Positive = 256
-    tie_embeddings: bool = False
-
-
-class TokenizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[tokenizer]``"""
-
-    kind: Literal["characters"] = "characters"
-    """One token per UTF-8 byte, hence one per character of plain English text; any text survives the round trip."""
-    phrases: tuple[str, ...] = ()
-    """Texts that are one token each, such as the fixed part of a task's question: short prompts make cheap steps."""
-    numbers: tuple[int, int] | None = None
-    """First and last of a range of whole numbers that are one token each, together with the blank before them."""
-
-
-class SupervisedPhase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[supervised]``: what the model is shown before reinforcement learning."""
-
-    source: Annotated[str, Meta(pattern=r"^(reasoning_gym:\w+|.+\.jsonl)$")] = "reasoning_gym:chain_sum"
-    """``reasoning_gym:NAME``, or a JSONL file of rows with ``prompt`` and ``answer``; a relative path starts at the
-    current directory."""
-    options: dict[str, Any] = {}
-    """Passed to reasoning_gym.create_dataset."""
-    seed: NonNegative = 1_000_000
-    """Of the data (a reasoning-gym row is a function of seed + row number: keep it far from data.seed), of the errors
-    shown, the batches and the initial weights."""
-    rows: Positive = 4096
-    """A file that has fewer is gone through again, with errors of its own each time."""
-    template: str = "{prompt}"
-    """Equal to the job's data.template."""
-    target: Literal["answer", "running_totals"] = "answer"
-    """What is shown: the answer alone, or (chain_sum only) the total after each further term, up to the answer."""
-    answer_noise: Probability = 0.0
-    """The chance, for each number shown, that it is wrong; in running totals the error is carried on, as by a careless
-    pupil."""
-    noise_after: Probability = 0.0
-    """The share of the steps that comes first and sees no wrong number."""
-    steps: NonNegative = 0
-    """0: random weights."""
-    batch: Positive = 64
-    learning_rate: PositiveFloat = 1e-3
-    warmup_steps: NonNegative = 20
-    held_out_rows: Positive = 256
-    """Of a file the last ones."""
-    max_new_tokens: Positive = 24
-
-
-class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to make a small model."""
-
-    model: ModelShape = ModelShape()
-    tokenizer: TokenizerSpec = TokenizerSpec()
-    supervised: SupervisedPhase = SupervisedPhase()
 
 
 class Demonstration(Struct, frozen=True):
@@ -127,22 +64,24 @@ class FileRow(Struct, frozen=True):
     answer: str
 
 
-def prepare(recipe: Path, cache: Path, *, threads: int, progress: Progress) -> Path:
+def prepare(path: Path, cache: Path, *, threads: int, progress: Progress) -> Path:
     """Return the folder of the recipe's model, making it first if the cache does not hold it.
 
     The folder is in Hugging Face format (config.json, model.safetensors, tokenizer). ``threads`` is torch's thread
     count while training; the caller's is restored. Raises ``ConfigError`` for a recipe that cannot be followed.
     """
-    plan = read_recipe(recipe)
-    folder = cache / f"{recipe.stem}-{fingerprint(plan)}"
+    recipe = read_recipe(path)
+    folder = cached(recipe, path, cache)
     if folder.is_dir():
         progress(f"warm start: {folder} is in the cache")
         return folder
+    if recipe.supervised.steps and not recipe.supervised.of_file:
+        _check_task(recipe.supervised, path)
     cache.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
     try:
         with _torch_threads(threads):
-            _make(plan, recipe, partial, progress)
+            _make(recipe, path, partial, progress)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -150,49 +89,18 @@ def prepare(recipe: Path, cache: Path, *, threads: int, progress: Progress) -> P
     return folder
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read and check a recipe; ``ConfigError`` names the file and the key."""
-    try:
-        recipe = msgspec.toml.decode(path.read_bytes(), type=Recipe)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the recipe ({error.strerror})", where=str(path), remedy="check model.recipe"
-        ) from None
-    except msgspec.ValidationError as error:
-        raise _invalid(path, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is not TOML ({error})", where=str(path), remedy="correct the syntax there") from None
-    _check(recipe, path)
-    return recipe
-
-
-def fingerprint(recipe: Recipe) -> str:
-    """Name a recipe's outcome: a digest of its values, its rows, this file, and the packages that shape the model."""
-    digest = hashlib.sha256(msgspec.json.encode(recipe, order="deterministic"))
-    digest.update(Path(__file__).read_bytes())
-    if _is_file(recipe.supervised):
-        digest.update(Path(recipe.supervised.source).read_bytes())
-    for package in ("torch", "transformers", "tokenizers", "reasoning_gym"):
-        digest.update(f"{package}=={version(package)}\n".encode())
-    return digest.hexdigest()[:12]
-
-
 def build_tokenizer(spec: TokenizerSpec, context: int) -> PreTrainedTokenizerFast:
     """Make the tokenizer: pad, bos, eos, 256 bytes, phrases and numbers, and spare tokens up to a multiple of 16.
 
     Nothing is added to a text when it is encoded, neither bos nor eos.
     """
-    special = ["<pad>", "<s>", "</s>"]
-    first, last = spec.numbers or (0, -1)
-    words = [*spec.phrases, *(f" {number}" for number in range(first, last + 1))]
-    size = len(special) + 256 + len(words)
-    special += [f"<spare{i}>" for i in range(-size % 16)]
+    special = [*SPECIAL_TOKENS, *(f"<spare{i}>" for i in range(spec.spares))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([*special, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in spec.words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left",
         model_max_length=context, clean_up_tokenization_spaces=False,
@@ -292,7 +200,7 @@ def _make(recipe: Recipe, path: Path, folder: Path, progress: Progress) -> None:
 
 def _examples(phase: SupervisedPhase, path: Path) -> tuple[list[Demonstration], ...]:
     """Return the training rows without and with noise, and the held-out ones."""
-    if _is_file(phase):
+    if phase.of_file:
         return _examples_of_file(phase)
     try:
         return (
@@ -320,7 +228,7 @@ def _examples_of_file(phase: SupervisedPhase) -> tuple[list[Demonstration], ...]
     return shown(phase, repeated, 0.0), shown(phase, repeated, phase.answer_noise), shown(phase, held_out, 0.0)
 
 
-def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def _llama(shape: LlamaSpec, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
@@ -424,48 +332,6 @@ def _publish(partial: Path, folder: Path) -> None:
             raise
 
 
-def _check(recipe: Recipe, path: Path) -> None:
-    """Raise ``ConfigError`` for values that are possible alone and impossible together."""
-    shape, phase = recipe.model, recipe.supervised
-    if shape.hidden % (2 * shape.heads):
-        raise ConfigError(
-            f"hidden size {shape.hidden} does not divide into {shape.heads} heads of even size",
-            where=f"{path}: model.heads", remedy="choose hidden as heads times an even number",
-        )  # fmt: skip
-    if shape.heads % shape.kv_heads:
-        raise ConfigError(
-            f"{shape.heads} heads do not share {shape.kv_heads} key-value heads evenly",
-            where=f"{path}: model.kv_heads", remedy="choose a divisor of model.heads",
-        )  # fmt: skip
-    if "{prompt}" not in phase.template:
-        raise ConfigError("holds no {prompt}", where=f"{path}: supervised.template", remedy="write {prompt} in it once")
-    if phase.target == "running_totals" and phase.source != "reasoning_gym:chain_sum":
-        raise ConfigError(
-            f"running_totals is not defined for {phase.source}", where=f"{path}: supervised.target",
-            remedy='use "answer", or the source reasoning_gym:chain_sum',
-        )  # fmt: skip
-    if _is_file(phase):
-        _check_file(phase, path)
-    elif phase.steps:
-        _check_task(phase, path)
-
-
-def _is_file(phase: SupervisedPhase) -> bool:
-    return phase.source.endswith(FILE_SUFFIX)
-
-
-def _check_file(phase: SupervisedPhase, path: Path) -> None:
-    if phase.options:
-        raise ConfigError(
-            "options are for reasoning_gym sources", where=f"{path}: supervised.options", remedy="remove them"
-        )
-    if not Path(phase.source).is_file():
-        raise ConfigError(
-            f"there is no file {phase.source}", where=f"{path}: supervised.source",
-            remedy=f"relative paths start at the current directory, {Path.cwd()}",
-        )  # fmt: skip
-
-
 def _check_task(phase: SupervisedPhase, path: Path) -> None:
     from reasoning_gym.factory import DATASETS  # takes seconds to import
 
@@ -476,20 +342,6 @@ def _check_task(phase: SupervisedPhase, path: Path) -> None:
             f"reasoning_gym has no task {name!r}", where=f"{path}: supervised.source",
             remedy=f"did you mean {near[0]}?" if near else "see reasoning_gym.factory.DATASETS",
         )  # fmt: skip
-
-
-def _invalid(path: Path, message: str) -> ConfigError:
-    """Turn msgspec's message (``... - at `$.model.layers` ``) into one with the key in front and a remedy."""
-    what, _, at = message.partition(" - at `$")
-    key = at.rstrip("`").lstrip(".")
-    unknown = re.search(r"unknown field `(.+?)`", what)
-    remedy = "correct the value"
-    if unknown:
-        table = {"model": ModelShape, "tokenizer": TokenizerSpec, "supervised": SupervisedPhase}.get(key, Recipe)
-        near = difflib.get_close_matches(unknown[1], table.__struct_fields__, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(table.__struct_fields__)}"
-        key, what = ".".join(filter(None, (key, unknown[1]))), "unknown key"
-    return ConfigError(what, where=f"{path}: {key}" if key else str(path), remedy=remedy)
 
 
 def main() -> int:
