@@ -23,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -374,26 +376,32 @@ def table(results: list[Result]) -> Iterator[str]:
     )
 
 
+def _run_seed(base: Path, seed: int) -> Result:
+    """Run the trial of a seed in a folder of its own; keep the folder if it failed."""
+    folder = base / f"seed-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    result = run_trial(Trial.draw(seed), folder, base / "models")
+    if not result.problems:
+        shutil.rmtree(folder)
+    return result
+
+
 def main() -> int:
     """Run the trials of the given seeds; return 1 if any failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=6, help="how many (default: 6)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--folder", type=Path, help="keep models and failed runs here (default: a temporary folder)")
     given = parser.parse_args()
     base = given.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    cache = base / "models"
     results = []
-    for seed in range(given.first, given.first + given.seeds):
-        folder = base / f"seed-{seed}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        result = run_trial(Trial.draw(seed), folder, cache)
-        results.append(result)
-        for line in list(table([result]))[1:-1]:
-            print(line, flush=True)
-        if not result.problems:
-            shutil.rmtree(folder)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for result in pool.map(partial(_run_seed, base), range(given.first, given.first + given.seeds)):
+            results.append(result)
+            for line in list(table([result]))[1:-1]:
+                print(line, flush=True)
     print()
     for line in table(results):
         print(line)
