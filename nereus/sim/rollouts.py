@@ -299,8 +299,11 @@ class Rollout:
         self._serving.changed(self)
 
     def _release(self, groups: tuple[int, ...]) -> None:
+        for group in self._finished.keys() & groups:
+            del self._finished[group]
+        if self._running.isdisjoint(groups):
+            return
         for group in groups:
-            self._finished.pop(group, None)
             if group in self._running:
                 self._running.discard(group)
                 self.waiting = [one for one in self.waiting if one.spec.group != group]

@@ -354,11 +354,13 @@ def moved_bytes(specs: Iterable[TensorSpec], copies: Iterable[Move]) -> int:
 
 
 def _holders(spec: TensorSpec, layers: int, emus: Sequence[Emu], held: Held) -> Iterator[tuple[SlotId, Piece]]:
+    of_layout: dict[Layout, list[tuple[int, Piece]]] = {}  # replicas hold the same: each layout is looked at once
     for emu in emus:
-        for index, slot in enumerate(emu.slots):
-            piece = held(spec, layers, emu.layout, index)
-            if piece is not None:
-                yield slot, piece
+        if emu.layout not in of_layout:
+            found = ((index, held(spec, layers, emu.layout, index)) for index in range(emu.layout.slots))
+            of_layout[emu.layout] = [(index, piece) for index, piece in found if piece is not None]
+        for index, piece in of_layout[emu.layout]:
+            yield emu.slots[index], piece
 
 
 def _fetch(
