@@ -32,7 +32,7 @@ from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId
 from nereus.errors import ConfigError, OutOfMemory
 from nereus.sim.job import SynchronousJob, estimate_of
 from nereus.sim.noise import Noise
-from nereus.sim.stages import Sampled, Stages, Took, sample_of
+from nereus.sim.stages import Sampled, Stages, sample_of
 from nereus.sim.trace import Trace
 
 MOST = 24
@@ -67,21 +67,6 @@ class Comparison(Struct, frozen=True):
         return self.chosen.seconds / self.best.seconds - 1
 
 
-class _Remembering(Stages):
-    """Takes each model-stage once where units, recomputation and what lies beside them are the same."""
-
-    def __init__(self, job: SynchronousJob, trace: Trace) -> None:
-        super().__init__(job, Noise(0, scale=0.0), trace)
-        self._taken: dict[tuple[object, ...], Took] = {}
-
-    def took(self, plan: Plan, stage: ModelStage, sampled: Sampled, step: int) -> Took:
-        units = tuple((unit.layout, unit.slots) for unit in plan.of(stage))
-        key = (stage, units, stage in plan.recomputed, self._beside(plan, stage), step)
-        if key not in self._taken:
-            self._taken[key] = super().took(plan, stage, sampled, step)
-        return self._taken[key]
-
-
 def learned(job: SynchronousJob, trace: Trace, seed: int, steps: int) -> Question:
     """Return the planner's question after ``steps`` steps under its own first plan."""
     estimate: Estimate = estimate_of(job, trace)
@@ -98,7 +83,7 @@ def learned(job: SynchronousJob, trace: Trace, seed: int, steps: int) -> Questio
 def compared(job: SynchronousJob, trace: Trace, *, seed: int = 0, most: int = MOST) -> Comparison:
     """Return how the planner's choice stands among the nominees; ``ConfigError`` where it does not fit."""
     question = learned(job, trace, seed, job.calibrate_steps)
-    stages, step = _Remembering(job, trace), job.calibrate_steps
+    stages, step = Stages(job, Noise(0, scale=0.0), trace), job.calibrate_steps
     sampled = sample_of(job, trace, seed, step)
     ways_of = {stage: ways(question.pricing, stage, lambda layout, dp: True) for stage in job.workflow.model_stages}
     predicted = dict[_Way, float]()

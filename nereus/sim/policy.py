@@ -17,6 +17,7 @@ come: for oracles, and for baselines whose first plan is swept, as their users w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Protocol
 
@@ -91,9 +92,12 @@ class Opening(Struct, frozen=True):
     """What the first step will be like, in truth."""
     step: int = 0
 
-    def step_s(self, plan: Plan) -> float:
-        """Return the seconds of the first step under ``plan``, in truth; infinite where it does not fit."""
-        return self.stages.step_s(plan, self.sampled, self.step)
+    def step_s(self, plan: Plan, below: float = math.inf) -> float:
+        """Return the seconds of the first step under ``plan``, in truth; infinite where it does not fit.
+
+        What takes ``below`` or longer, such as that of a faster plan, is not followed to its end and may be infinite.
+        """
+        return self.stages.step_s(plan, self.sampled, self.step, below)
 
     def with_pins(self, pins: tuple[Pin, ...]) -> tuple[float, Plan] | None:
         """Return the planner's prediction and its plan with these degrees; None where nothing fits."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -29,6 +30,8 @@ from nereus.sim.noise import Noise
 from nereus.sim.trace import Trace
 from nereus.sim.truth import WORKSPACE_BYTES, Truth
 from nereus.transition.primitive import Destroy, Extend, Merge, Park, Primitive, Replica, Split, Unpark
+
+_Made = TypeVar("_Made")
 
 MOST_LIVE = 1024
 """Sequences that an engine decodes at once."""
@@ -104,6 +107,9 @@ class Stages:
         }
         self._noise = noise
         self._capacity = job.cluster.device.memory_bytes
+        self._asked: tuple[Sampled | None, int] = (None, 0)
+        self._kept: dict[tuple[object, ...], Any] = {}
+        """What was asked of that step: sweeps of placements ask for the same model-stages again and again."""
 
     def truth(self, model: str) -> Truth:
         """Return the truth of one model."""
@@ -114,17 +120,20 @@ class Stages:
     def took(self, plan: Plan, stage: ModelStage, sampled: Sampled, step: int) -> Took:
         """Return what ``stage`` takes in ``step``; ``OutOfMemory`` where a slot has not enough."""
         units, truth = plan.of(stage), self._truths[stage.model]
-        beside = self._beside(plan, stage)
-        budget = self.job.micro_batch_tokens
+        beside, again = self._beside(plan, stage), stage in plan.recomputed
+        budget, minibatches = self.job.micro_batch_tokens, self.job.minibatches
+        self._renew(sampled, step)
         match stage.stage:
             case Stage.GENERATION:
                 return self._generate(units, sampled, step, beside)
             case Stage.INFERENCE:
-                scored = truth.score(units, sampled.trained, step, budget)
+                scored = self._once((units,), lambda: truth.score(units, sampled.trained, step, budget))
                 found = Took(scored.seconds, round(scored.peak_bytes + beside))
             case _:
-                batch, again = Batch(sampled.trained), stage in plan.recomputed
-                trained = step_of(truth, units, batch, step, budget, again, self.job.minibatches)
+                batch = Batch(sampled.trained)
+                trained = self._once(
+                    (units, again), lambda: step_of(truth, units, batch, step, budget, again, minibatches)
+                )
                 found = Took(trained.seconds, round(trained.peak_bytes + beside), trained.operations)
         if found.peak_bytes > self._capacity:
             own = found.peak_bytes - round(beside)
@@ -132,8 +141,11 @@ class Stages:
             raise OutOfMemory(f"{stage} of step {step}", needed, round(self._capacity))
         return found
 
-    def step_s(self, plan: Plan, sampled: Sampled, step: int) -> float:
-        """Return the seconds of a whole step by itself; infinite where it does not fit."""
+    def step_s(self, plan: Plan, sampled: Sampled, step: int, below: float = math.inf) -> float:
+        """Return the seconds of a whole step by itself; infinite where it does not fit.
+
+        What takes ``below`` or longer is not followed to its end and may be infinite as well.
+        """
         seconds = 0.0
         try:
             for phase in (phase for side in self.job.workflow.sides for phase in side):
@@ -143,11 +155,26 @@ class Stages:
                     begins = max((end for others, end in ends if not slots.isdisjoint(others)), default=0.0)
                     ends.append((slots, begins + self.took(plan, stage, sampled, step).seconds))
                 seconds += max(end for _, end in ends)
+                if seconds >= below:
+                    return math.inf
         except OutOfMemory:
             return math.inf
         return seconds + self.weight_sync_s(plan, 0.0, Links(self.job.cluster))
 
-    def _generate(self, units: Sequence[Emu], sampled: Sampled, step: int, beside: float) -> Took:
+    def _renew(self, sampled: Sampled, step: int) -> None:
+        """Forget what was asked of another step."""
+        if self._asked[0] is not sampled or self._asked[1] != step:
+            self._asked = sampled, step
+            self._kept.clear()
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """Return what ``make`` makes, made once for all that a model-stage's time depends on within one step."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: _Made = self._kept[key]
+        return found
+
+    def _generate(self, units: tuple[Emu, ...], sampled: Sampled, step: int, beside: float) -> Took:
         layout, truth = units[0].layout, self._truths[units[0].model_stage.model]
         room = truth.cache_tokens(layout, beside)
         longest = max(prompt + max(lengths) for prompt, lengths in sampled.groups)
@@ -155,10 +182,12 @@ class Stages:
             weights = round(truth.weights_bytes(layout) + WORKSPACE_BYTES)
             needed = {"weights": weights, "others on its slots": round(beside), "the longest sequence": longest}
             raise OutOfMemory(f"{units[0].model_stage} of step {step}", needed, round(self._capacity))
-        slowest = max(
-            self._unit_s(unit, sampled.groups[place :: len(units)], step, room) for place, unit in enumerate(units)
+        dp = len(units)
+        seconds = self._once(
+            (units, room),
+            lambda: max(self._unit_s(unit, sampled.groups[at::dp], step, room) for at, unit in enumerate(units)),
         )
-        return Took(slowest, round(self._capacity * 0.92))
+        return Took(seconds, round(self._capacity * 0.92))
 
     def _unit_s(self, unit: Emu, groups: Sequence[tuple[int, tuple[int, ...]]], step: int, room: int) -> float:
         """Return how long one engine takes for its prompts."""

@@ -14,7 +14,7 @@ from nereus.sim.evaluation.drift import drift_job
 from nereus.sim.evaluation.figures import PAPER, Figure, Section, paper, paper_figures
 from nereus.sim.evaluation.jobs import base_job
 from nereus.sim.evaluation.long_run import shortened
-from nereus.sim.evaluation.sections import SECTIONS, UNMEASURED, Measured, document
+from nereus.sim.evaluation.sections import SECTIONS, Measured, document
 from nereus.sim.jobfile import synchronous_job
 from nereus.sim.storm import storm, storm_job
 from nereus.sim.trace import load_trace

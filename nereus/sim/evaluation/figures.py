@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,15 +73,3 @@ def paper(experiment: str, system: str, metric: str, setting: str = "") -> float
     if len(found) != 1:
         raise ValueError(f"{len(found)} figures of the paper are {experiment}, {system}, {metric}, {setting!r}")
     return found[0]
-
-
-def missing(title: str, rows: Sequence[tuple[str, str, str, str]], why: str) -> Section:
-    """Return a section of which nothing is measured: the paper's figures with a dash beside them.
-
-    ``rows``: experiment, system, metric and a part of the setting, as ``paper`` takes them.
-    """
-    figures = tuple(
-        Figure(what=f"{system}, {metric.replace('_', ' ')}", paper=paper(experiment, system, metric, setting), note=why)
-        for experiment, system, metric, setting in rows
-    )
-    return Section(title=title, figures=figures, assumes=why)

@@ -14,10 +14,18 @@ from typing import Protocol
 from msgspec import Struct
 
 from nereus.errors import ConfigError
-from nereus.sim.evaluation import asynchronous, coordination, determinism, doubling, drift, long_run, optimum, storms
-from nereus.sim.evaluation.figures import Figure, Section, missing
-
-UNMEASURED = "not yet measured"
+from nereus.sim.evaluation import (
+    asynchronous,
+    coordination,
+    determinism,
+    doubling,
+    drift,
+    long_run,
+    optimum,
+    storms,
+    throughput,
+)
+from nereus.sim.evaluation.figures import Figure, Section
 
 
 class Measure(Protocol):
@@ -35,20 +43,9 @@ class Measured(Struct, frozen=True):
     quick: bool
 
 
-def _throughput(*, quick: bool) -> Section:
-    ends = ("min", "median", "max")
-    rows = [
-        ("ppo_8b_throughput", f"nereus/{other}", f"ratio_{end}", "") for other in ("openrlhf", "verl") for end in ends
-    ]
-    rows += [("strong_scaling", system, "latency_ratio", "cluster1") for system in ("nereus", "openrlhf")]
-    rows += [("strong_scaling", system, "latency_ratio", "cluster2") for system in ("nereus", "verl")]
-    rows += [("algorithms", "nereus vs verl", "latency_reduction_max", kind) for kind in ("ReMax", "GRPO")]
-    return missing("Throughput of PPO beside OpenRLHF-style and verl-style plans", rows, UNMEASURED)
-
-
 SECTIONS: dict[str, Measure] = {
     "drift": drift.section,
-    "throughput": _throughput,
+    "throughput": throughput.section,
     "async": asynchronous.section,
     "optimum": optimum.section,
     "doubling": doubling.section,

@@ -35,11 +35,14 @@ class VerlStyle(AsStated, frozen=True):
 
 def fastest_of(start: Opening, name: str, plans: Iterator[Plan]) -> Plan:
     """Return the plan with the shortest first step, in truth; ``ConfigError`` where none fits."""
-    found = min(((start.step_s(plan), index, plan) for index, plan in enumerate(plans)), default=None)
-    if found is None or found[0] == math.inf:
+    best, shortest_s = None, math.inf
+    for plan in plans:
+        if (step_s := start.step_s(plan, shortest_s)) < shortest_s:
+            best, shortest_s = plan, step_s
+    if best is None:
         remedy = "take more slots or a smaller model"
         raise ConfigError(f"no placement of {name} fits", where="cluster", remedy=remedy)
-    return found[2]
+    return best
 
 
 def units_over(stage: ModelStage, layout: Layout, slots: Sequence[SlotId]) -> tuple[Emu, ...]:
