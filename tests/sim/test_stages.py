@@ -79,3 +79,30 @@ def test_weights_that_are_there_already_do_not_travel() -> None:
     near = Plan(0, (*units(policy, Layout(4), 4), *units(POLICY_GENERATION, Layout(4), 4)))
     far = Plan(0, (*units(policy, Layout(4), 4), Emu(POLICY_GENERATION, 0, Layout(4), (4, 5, 6, 7))))
     assert stages().weight_sync_s(near, 0.0) < stages().weight_sync_s(far, 0.0)
+
+
+def test_what_is_asked_again_of_one_step_is_the_same_and_other_steps_are_asked_anew() -> None:
+    noisy = Stages(JOB, Noise(0), QUIET)
+    trained = [Plan(0, units(CRITIC, Layout(4), 8), again) for again in ((CRITIC,), ())]
+    longer = Sampled(SAMPLED.groups, tuple((prompt, 2 * response) for prompt, response in SAMPLED.trained))
+    asked = [(trained[0], SAMPLED, 0), (trained[0], SAMPLED, 1), (trained[0], longer, 0), (trained[1], SAMPLED, 0)]
+    first = [noisy.took(plan, CRITIC, sampled, step) for plan, sampled, step in asked]
+    assert first == [noisy.took(plan, CRITIC, sampled, step) for plan, sampled, step in asked]
+    assert first == [Stages(JOB, Noise(0), QUIET).took(plan, CRITIC, sampled, step) for plan, sampled, step in asked]
+    assert len({one.seconds for one in first}) == len(first)
+    beside = Plan(0, (*trained[0].emus, *units(REFERENCE, Layout(), 8)), (CRITIC,))
+    fuller = noisy.took(beside, CRITIC, SAMPLED, 0)
+    assert fuller.seconds == first[0].seconds
+    assert fuller.peak_bytes > first[0].peak_bytes
+
+
+def test_a_step_that_is_slower_than_asked_for_is_not_followed_to_its_end() -> None:
+    policy = ModelStage(Stage.TRAINING)
+    plan = Plan(
+        0,
+        tuple(sorted(unit for stage in JOB.workflow.model_stages for unit in units(stage, Layout(8), 8))),
+        (CRITIC, policy),
+    )
+    whole = stages().step_s(plan, SAMPLED, 0)
+    assert stages().step_s(plan, SAMPLED, 0, whole * 1.01) == whole
+    assert stages().step_s(plan, SAMPLED, 0, whole * 0.5) == float("inf")

@@ -116,8 +116,8 @@ def section(*, quick: bool) -> Section:
         for name in (NEREUS, OPENRLHF, VERL)
     }
     runs |= {(case, name): measure(case, name, steps, seeds) for case in others for name in (NEREUS, VERL)}
-    figures = [*_summary(runs, base), *_scaling(runs, pools), *_phases(runs, pools), *_algorithms(runs, others)]
-    figures += _cases(runs)
+    figures = [*_summary(runs, base), *_largest(runs, pools), *_scaling(runs, pools), *_phases(runs, pools)]
+    figures += (*_algorithms(runs, others), *_cases(runs))
     short = f" Quick: few pools, {STEPS_QUICK} steps, one seed, 8B alone; Nereus has its priors alone."
     return Section(
         title="Throughput of PPO beside OpenRLHF-style and verl-style plans",
@@ -156,6 +156,19 @@ def _summary(runs: Runs, base: Sequence[Case]) -> Iterator[Figure]:
                 unit="x",
                 note=f"{len(known)} of {len(asked)} pools{where}",
             )
+
+
+def _largest(runs: Runs, pools: Mapping[str, Sequence[int]]) -> Iterator[Figure]:
+    """Yield the ratio on the largest pool of all, where it is among those that ran."""
+    case = Case(MI250X, 1024)
+    if case.slots in pools[MI250X]:
+        yield Figure(
+            what=f"throughput of PPO 8B, nereus over {OPENRLHF}, 1,024 slots of {MI250X}",
+            paper=paper("ppo_8b_throughput", "nereus/openrlhf", "ratio"),
+            ours=_ratio(runs, case, OPENRLHF),
+            unit="x",
+            note=runs[case, NEREUS].failure or runs[case, OPENRLHF].failure,
+        )
 
 
 def _scaling(runs: Runs, pools: Mapping[str, Sequence[int]]) -> Iterator[Figure]:
