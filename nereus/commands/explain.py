@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from nereus.actors.names import REWARD, slot_worker
 from nereus.core.plan import POLICY_GENERATION, Emu, ModelStage, Plan, Replication
-from nereus.core.units import format_bytes, format_seconds
+from nereus.core.units import format_bytes, format_seconds, listed
 from nereus.errors import ConfigError
 from nereus.runtime import journal as record
 from nereus.runtime.journal import Contents, Entry, JournalError, read_journal
@@ -267,14 +267,14 @@ class _Story:
     def _unsaved(self) -> str:
         if not self.saving:
             return ""
-        listed = ", ".join(map(str, sorted(self.saving)))
-        return f" The checkpoint of step {listed} was begun and never completed; it does not count."
+        steps = listed(sorted(self.saving))
+        return f" The checkpoint of step {steps} was begun and never completed; it does not count."
 
 
 def _reissues(t: float, reissued: dict[str, list[int]]) -> Iterator[Told]:
     for reason, groups in reissued.items():
         count = f"{len(groups)} group{'s' if len(groups) > 1 else ''}"
-        yield Told(t, "reissued", f"{count} ({_listed(groups)}) will be generated again: {reason}.")
+        yield Told(t, "reissued", f"{count} ({listed(groups)}) will be generated again: {reason}.")
     reissued.clear()
 
 
@@ -335,11 +335,6 @@ def _stages(plan: Plan) -> list[tuple[ModelStage, Replication]]:
 
 def _slots(units: Sequence[Emu]) -> str:
     return f"slot{'s' if len(units) > 1 else ''} " + ", ".join("+".join(map(str, emu.slots)) for emu in units)
-
-
-def _listed(numbers: list[int], most: int = 8) -> str:
-    listed = ", ".join(map(str, numbers[:most]))
-    return f"{listed} and {len(numbers) - most} more" if len(numbers) > most else listed
 
 
 def _clock(t: float) -> str:

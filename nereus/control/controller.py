@@ -26,6 +26,7 @@ from nereus.control.admission import GAMMA, WITHIN, Admission, Offer, admit
 from nereus.control.horizon import Horizon
 from nereus.control.monitor import Monitoring, Signals, Trigger
 from nereus.core.plan import Plan, PlanEpoch, SlotId
+from nereus.core.units import listed
 
 SLOTS = "slots"
 CALIBRATION = "calibration"
@@ -215,7 +216,7 @@ class Controller:
         used = sorted(self._used() & set(change.revoked))
         because = f"{len(change.added)} slots added, {len(change.revoked)} to be taken away"
         if used:
-            because += f", {len(used)} of them in use: {_listed(used)}"
+            because += f", {len(used)} of them in use: {listed(used)}"
         return self._trigger(change.step, [Trigger(SLOTS, because, urgent=bool(used))])
 
     def _calibrated(self, calibrated: Calibrated) -> list[Effect]:
@@ -229,7 +230,7 @@ class Controller:
         used = sorted(self._used() & set(lost.slots))
         if not used:
             return self._trigger(lost.step, [Trigger(SLOTS, f"{len(lost.slots)} idle slots were lost")])
-        trigger = Trigger(SLOTS, f"slots {_listed(used)} were lost", urgent=True)
+        trigger = Trigger(SLOTS, f"slots {listed(used)} were lost", urgent=True)
         self.horizon = self.horizon.crossed(SLOTS, lost.step)
         effects: list[Effect] = [Record("trigger", trigger.because)]
         if self.moving:
@@ -354,8 +355,3 @@ def _eligible(proposals: tuple[Proposal, ...], *, urgent: bool) -> list[Proposal
 
 def _because(triggers: tuple[Trigger, ...]) -> str:
     return "; ".join(dict.fromkeys(trigger.because for trigger in triggers))
-
-
-def _listed(slots: list[SlotId], most: int = 8) -> str:
-    listed = ", ".join(map(str, slots[:most]))
-    return f"{listed} and {len(slots) - most} more" if len(slots) > most else listed

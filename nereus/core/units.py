@@ -1,4 +1,4 @@
-"""How are bytes, seconds and rates written in text, and what do the prefixes stand for?
+"""How are bytes, seconds, rates and long lists written in text, and what do the prefixes stand for?
 
 Values inside the program are plain bytes, seconds, FLOP/s and bytes/s; these names appear where a source states
 something else and where people read.
@@ -6,6 +6,7 @@ something else and where people read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 GB: Final = 1e9
@@ -34,3 +35,9 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def listed(things: Sequence[object], most: int = 8) -> str:
+    """Return the first things and how many more there are: ``slot-0, slot-1 and 510 more``."""
+    text = ", ".join(map(str, things[:most]))
+    return f"{text} and {len(things) - most} more" if len(things) > most else text

@@ -19,6 +19,7 @@ from nereus.actors.names import slot_worker
 from nereus.bus.endpoint import Endpoint
 from nereus.bus.messages import Message, Recall, Stand, Standing
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, SlotId
+from nereus.core.units import listed
 from nereus.errors import NereusError
 from nereus.runtime.surroundings import RunFailed
 from nereus.transition.primitive import Replica
@@ -75,7 +76,7 @@ def settle(units: Sequence[Emu], standings: Mapping[SlotId, Standing]) -> Regrou
         if len(kept) > len(best):
             best, at = kept, step
     if not best:
-        gone = ", ".join(f"{unit.id} on slots {', '.join(map(str, unit.slots))}" for unit in units)
+        gone = listed([f"{unit.id} on slots {listed(unit.slots)}" for unit in units], most=4)
         raise StateLost(f"no trainer unit is whole any more ({gone})")
     return Regrouped(best, at)
 

@@ -60,6 +60,7 @@ from nereus.bus.messages import (
 )
 from nereus.config import JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Emu, Plan, SlotId
+from nereus.core.units import listed
 from nereus.errors import CheckpointError, PeerLost
 from nereus.runtime import journal as record
 from nereus.runtime.changes import PlanChanges, Transformed
@@ -765,7 +766,7 @@ class Supervisor:
         await self._assign_joined()
         self._observer.fleet(self._fleet)
         if concluded.lost:
-            self._hold_training(f"{', '.join(concluded.lost)} did not follow the new plan")
+            self._hold_training(f"{listed(concluded.lost)} did not follow the new plan")
         if self._hold is not None:
             return self._regroup()
         await self._grant()
@@ -833,7 +834,7 @@ class Supervisor:
         lost = await self._changes.recover(regrouped.units)
         self._planning.recovered(self._changes.plan)
         if lost:
-            hold.why = f"{', '.join(lost)} did not follow"
+            hold.why = f"{listed(lost)} did not follow"
             self._holds += 1
             if self._holds > MAX_HOLDS:
                 raise RunFailed(f"training was held {MAX_HOLDS} times without a step between, last: {hold.why}")
@@ -942,7 +943,7 @@ class Supervisor:
             )
         training = self._training
         if training is not None and self._hold is None and now - training.began > self._step_limit_s():
-            late = ", ".join(w.name for w in self._fleet.of(POLICY_TRAINING) if w.name not in training.done)
+            late = listed([w.name for w in self._fleet.of(POLICY_TRAINING) if w.name not in training.done])
             self._hold_training(f"step {self._step} takes more than {self._step_limit_s():.0f} s on {late}")
         idle = self._training is None and not self._changes.running and self._hold is None
         if self._started and idle and now - self._progress_at > STALL_S:

@@ -374,7 +374,7 @@ def _packed(total: Array, budget: int) -> tuple[Array, Array]:
 
     Every micro-batch holds at most ``budget`` tokens, except for a sample that is longer.
     """
-    count = max(1, math.ceil(float(total.sum()) / budget))
+    count = min(len(total), max(1, math.ceil(float(total.sum()) / budget)))  # none is empty, however long samples are
     while True:
         tokens, square = np.zeros(count), np.zeros(count)
         for first in range(0, len(total), count):

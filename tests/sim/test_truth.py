@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from nereus.control.efficiency import CLASSES
@@ -85,3 +87,9 @@ def test_equal_seeds_take_equal_time_and_others_do_not() -> None:
 def test_the_state_has_the_models_size() -> None:
     whole = sum(spec.shape[0] * spec.shape[1] for spec in tensors_of(SHAPE))
     assert whole == pytest.approx(SHAPE.parameters, rel=0.01)
+
+
+def test_samples_longer_than_a_micro_batch_take_one_each() -> None:
+    short, long = [(100, 8000)] * 64, [(500, 16000)] * 64
+    assert math.isfinite(_step(_truth(), lengths=long).seconds)
+    assert 1.5 < _step(_truth(), lengths=long).seconds / _step(_truth(), lengths=short).seconds < 4
