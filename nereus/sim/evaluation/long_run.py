@@ -25,7 +25,7 @@ SHORTENED = 20
 _ASSUMES = (
     "Trace paper-growth: 500 to 8,000 generated tokens, 32 to 1,024 MI250X in five doublings. Ours is asynchronous "
     "GRPO (64 groups of 8) under the live supervisor; the paper's run is synchronous PPO, so totals are not "
-    "comparable, shares are. Decision seconds and memory are real, of this machine, beside other work. "
+    "comparable, shares are. Decision seconds and memory are real, of this machine, beside other work."
 )
 
 
@@ -132,6 +132,6 @@ def section(*, quick: bool) -> Section:
         ),
     )
     short = (
-        f"Quick: the same growth in {STEPS // times} steps, so growth comes {times} times as often." if quick else ""
+        f" Quick: the same growth in {STEPS // times} steps, so growth comes {times} times as often." if quick else ""
     )
     return Section(title="A run of 1,000 steps that grows to 1,024 slots", figures=figures, assumes=_ASSUMES + short)
