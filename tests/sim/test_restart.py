@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nereus.sim.policies.restart import Growth, Pipes, System, fixed_s, moving_s
+from nereus.sim.policies.whole_restart import WholeRestart
+from nereus.sim.storm import storm, storm_job
 
 GROWTH = Growth(2, 4, 200e9, 400e9)
 
@@ -28,3 +30,13 @@ def test_fitting_meets_the_figure_unless_moving_alone_takes_longer() -> None:
     moving = moving_s(System.GEMINI, GROWTH, Pipes())
     assert fixed_s(System.GEMINI, GROWTH, Pipes(), moving + 20) == pytest.approx(20)
     assert fixed_s(System.GEMINI, GROWTH, Pipes(), moving - 1) == 0
+
+
+def test_a_job_that_restarts_as_a_whole_goes_back_to_its_checkpoint_with_every_loss() -> None:
+    config = storm_job(16, 16)
+    calm, struck = (storm(config, 1, mtbf_s, policy=WholeRestart()) for mtbf_s in (0.0, 120.0))
+    assert (calm.wrong, calm.steps, calm.restores) == ("", 16, 0)
+    assert (struck.wrong, struck.steps) == ("", 16)
+    assert struck.restores > 0
+    assert struck.changes == 0
+    assert struck.virtual_s > calm.virtual_s + 60.0 * struck.restores

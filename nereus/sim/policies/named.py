@@ -20,6 +20,7 @@ from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
 from nereus.sim.policies.openrlhf_style import OpenRLHFStyle
 from nereus.sim.policies.verl_style import VerlStyle
+from nereus.sim.policies.whole_restart import WholeRestart
 from nereus.sim.policy import Given, Nereus, Policy, SynchronousPolicy
 
 Made = TypeVar("Made")
@@ -31,6 +32,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "one_step_off": OneStepOff,
     "fully_async": FullyAsync,
     "checkpoint_restart": CheckpointRestart,
+    "whole_restart": WholeRestart,
     "clairvoyant": Clairvoyant,
     "fixed_dp": FixedDP,
     "every_k": EveryK,
