@@ -34,7 +34,7 @@ def test_fitting_meets_the_figure_unless_moving_alone_takes_longer() -> None:
 
 def test_a_job_that_restarts_as_a_whole_goes_back_to_its_checkpoint_with_every_loss() -> None:
     config = storm_job(16, 16)
-    calm, struck = (storm(config, 1, mtbf_s, policy=WholeRestart()) for mtbf_s in (0.0, 120.0))
+    calm, struck = (storm(config, 4, mtbf_s, policy=WholeRestart()) for mtbf_s in (0.0, 200.0))
     assert (calm.wrong, calm.steps, calm.restores) == ("", 16, 0)
     assert (struck.wrong, struck.steps) == ("", 16)
     assert struck.restores > 0

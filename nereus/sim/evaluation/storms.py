@@ -61,9 +61,9 @@ def _share(name: str, slots: int, hours: float, mtbf_s: float, found: Stormed, c
     )
     return Figure(
         what=f"useful share of {hours:g} h on {slots} slots, a failure every {mtbf_s / 3600:g} h, {name}",
-        ours=100 * found.steps / calm.steps,
+        ours=100 * (found.steps / found.virtual_s) / (calm.steps / calm.virtual_s),
         unit="%",
-        note=f"{note}; {found.wrong[:80]}" if found.wrong else note,
+        note=f"{note}; after {found.virtual_s / 3600:.1f} h {found.wrong[:80]}" if found.wrong else note,
     )
 
 
