@@ -61,6 +61,14 @@ class Links:
         slowest = min(self._node_bytes_per_s, self._cluster.host_bytes_per_s)
         return size_bytes / (slowest * REACHED) + nodes * self._cluster.cross_node.latency_s
 
+    def into_node_s(self, size_bytes: float) -> float:
+        """Return the seconds of bringing bytes into a node with the network of all its slots."""
+        return size_bytes / (self._node_bytes_per_s * REACHED) + self._cluster.cross_node.latency_s * (size_bytes > 0)
+
+    def in_node_s(self, size_bytes: float) -> float:
+        """Return the seconds of bringing bytes to a slot from others of its node."""
+        return size_bytes / (self._cluster.in_node.bytes_per_s * REACHED)
+
     def from_host_s(self, size_bytes: float) -> float:
         """Return the seconds of copying from a host's memory to one of its slots."""
         return size_bytes / (self._cluster.host_bytes_per_s * REACHED)

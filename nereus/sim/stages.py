@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -159,7 +160,7 @@ class Stages:
                     return math.inf
         except OutOfMemory:
             return math.inf
-        return seconds + self.weight_sync_s(plan, 0.0, Links(self.job.cluster))
+        return seconds + self.weight_sync_s(plan)
 
     def _renew(self, sampled: Sampled, step: int) -> None:
         """Forget what was asked of another step."""
@@ -206,33 +207,42 @@ class Stages:
         slow = self._noise.slowest(unit.slots, step) * self._noise.jitter(unit.id, step)
         return seconds * slow
 
-    def weight_sync_s(self, plan: Plan, now: float, links: Links | None = None) -> float:
+    def weight_sync_s(self, plan: Plan) -> float:
         """Return the seconds until the trained weights are where the other stages of their models run.
 
-        On the world's links, which carry what was begun before, unless others are given.
+        A broadcast through all nodes at once, as NCCL and relays do: into each node comes once what nobody there has,
+        with the network of all its slots; inside, each slot takes what it lacks from its neighbours.
         """
-        arrives = now
+        into, within = defaultdict[str, float](float), defaultdict[SlotId, float](float)
         for stage in plan.model_stages():
             trainers = plan.of(ModelStage(Stage.TRAINING, stage.model))
-            if stage.stage is Stage.TRAINING or not trainers:
-                continue
-            for unit in plan.of(stage):
-                arrives = max(arrives, self._send_weights(trainers, unit, now, links or self.links))
-        return arrives - now + REFIT_S
+            if stage.stage is not Stage.TRAINING and trainers:
+                self._add_lacking(plan.of(stage), trainers, into, within)
+        nodes_s = self.links.into_node_s(max(into.values(), default=0.0))
+        return REFIT_S + nodes_s + self.links.in_node_s(max(within.values(), default=0.0))
 
-    def _send_weights(self, trainers: Sequence[Emu], unit: Emu, now: float, links: Links) -> float:
-        """Send each slot what it lacks, from a slot of its own node if one has it; return the last arrival."""
-        sources = [slot for trainer in trainers for slot in trainer.slots]
-        share = self._truths[unit.model_stage.model].weights_bytes(unit.layout)
-        arrives = now
-        for place, slot in enumerate(unit.slots):
-            held = min(1.0, unit.layout.slots / trainers[0].layout.slots) if slot in sources else 0.0
-            if held == 1.0:
-                continue
-            near = [source for source in sources if links.near(source, slot) and source != slot]
-            from_ = near or sources
-            arrives = max(arrives, links.transfer(from_[place % len(from_)], slot, share * (1 - held), now))
-        return arrives
+    def _add_lacking(
+        self, units: Sequence[Emu], trainers: Sequence[Emu], into: dict[str, float], within: dict[SlotId, float]
+    ) -> None:
+        """Add the bytes of weights that come into each node and to each slot."""
+        truth = self._truths[units[0].model_stage.model]
+        layout, trained = units[0].layout, trainers[0].layout
+        held, needed = self._places(trainers), self._places(units)
+        for node, places in needed.items():
+            share = len(places) / layout.slots - len(held.get(node, ())) / trained.slots
+            into[node] += max(0.0, share) * truth.weights_bytes(Layout())
+        sources = {slot for trainer in trainers for slot in trainer.slots}
+        for slot in (slot for unit in units for slot in unit.slots):
+            own = min(1.0, layout.slots / trained.slots) if slot in sources else 0.0
+            within[slot] += truth.weights_bytes(layout) * (1.0 - own)
+
+    def _places(self, units: Sequence[Emu]) -> dict[str, set[int]]:
+        """Return which parts of a unit's state are on each node."""
+        found = defaultdict[str, set[int]](set)
+        for unit in units:
+            for place, slot in enumerate(unit.slots):
+                found[self.node_of[slot]].add(place)
+        return found
 
     # Memory between steps
 

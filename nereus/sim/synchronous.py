@@ -450,7 +450,7 @@ class Synchronous:
                 await self._phase(phase, took)
                 phases_s[phase[0].stage.name.lower()] = self._loop.time() - began
         began = self._loop.time()
-        await asyncio.sleep(self._stages.weight_sync_s(self._plan, began))
+        await asyncio.sleep(self._stages.weight_sync_s(self._plan))
         phases_s["weight_sync"] = self._loop.time() - began
 
     async def _phase(self, phase: Sequence[ModelStage], took: dict[ModelStage, Took]) -> None:

@@ -199,7 +199,7 @@ class Truth:
         }
         parts = {kind: seconds * layers for kind, seconds in parts.items()}
         if layout.pp > 1:
-            link, name = self._link(unit.slots[::tp][:2])
+            link, name = self._link(unit.slots)  # the slowest hop of all, which the others wait for
             hops = (1.0 + backward) * (
                 link.latency_s + self._chip.link_start_s + size / tp / (link.bytes_per_s * self._chip.link)
             )

@@ -10,7 +10,7 @@ from nereus.errors import OutOfMemory
 from nereus.sim.engine import Speed, all_at_once
 from nereus.sim.job import SynchronousJob
 from nereus.sim.noise import Noise
-from nereus.sim.stages import Sampled, Stages, _by_waves
+from nereus.sim.stages import REFIT_S, Sampled, Stages, _by_waves
 from nereus.sim.trace import Trace
 
 JOB = SynchronousJob(cluster=load_cluster("a100-64g-256", 8), model=load_model("llama-3.1-8b"), prompts=64)
@@ -78,7 +78,24 @@ def test_weights_that_are_there_already_do_not_travel() -> None:
     policy = ModelStage(Stage.TRAINING)
     near = Plan(0, (*units(policy, Layout(4), 4), *units(POLICY_GENERATION, Layout(4), 4)))
     far = Plan(0, (*units(policy, Layout(4), 4), Emu(POLICY_GENERATION, 0, Layout(4), (4, 5, 6, 7))))
-    assert stages().weight_sync_s(near, 0.0) < stages().weight_sync_s(far, 0.0)
+    assert stages().weight_sync_s(near) == REFIT_S < stages().weight_sync_s(far)
+
+
+def test_weights_come_into_a_node_once_whatever_lies_there() -> None:
+    policy = ModelStage(Stage.TRAINING)
+    trainer = units(policy, Layout(4), 4)
+    engines = [tuple(Emu(POLICY_GENERATION, n, Layout(2), (4 + 2 * n, 5 + 2 * n)) for n in range(dp)) for dp in (1, 2)]
+    one, two = (stages().weight_sync_s(Plan(0, (*trainer, *there))) for there in engines)
+    assert one == two
+    whole, cluster = stages().truth("policy").weights_bytes(Layout()), JOB.cluster
+    assert one > REFIT_S + whole / (cluster.cross_node.bytes_per_s * cluster.slots_per_node)
+
+
+def test_a_trainer_over_two_nodes_has_half_of_what_each_needs() -> None:
+    trainer = units(ModelStage(Stage.TRAINING), Layout(4, 2), 8)
+    half = Plan(0, (*trainer, *units(POLICY_GENERATION, Layout(4), 8)))
+    whole = Plan(0, (*units(ModelStage(Stage.TRAINING), Layout(4), 4), *units(POLICY_GENERATION, Layout(4), 8)))
+    assert REFIT_S < stages().weight_sync_s(half) < stages().weight_sync_s(whole)
 
 
 def test_what_is_asked_again_of_one_step_is_the_same_and_other_steps_are_asked_anew() -> None:

@@ -50,6 +50,13 @@ def test_a_tensor_group_over_nodes_is_slow() -> None:
     assert _step(_truth(), dp=1, tp=8, pp=2).seconds > 2 * _step(_truth(), dp=1, tp=4, pp=4).seconds
 
 
+def test_a_pipeline_that_leaves_its_node_anywhere_sends_over_the_network() -> None:
+    """Nodes have four slots: of four ranks of two slots each, the first two share a node."""
+    over = _step(_truth(), dp=1, tp=2, pp=4)
+    assert "p2p/cross_node" in over.operations
+    assert "p2p/in_node" in _step(_truth(), dp=1, tp=2, pp=2).operations
+
+
 def test_operations_are_classes_and_part_of_the_step() -> None:
     step = _step(_truth())
     assert set(step.operations) <= set(map(str, CLASSES))
