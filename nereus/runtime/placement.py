@@ -23,7 +23,7 @@ from nereus.core.plan import (
     SlotId,
 )
 
-FIRST_VIRTUAL_SLOT: SlotId = 4000
+FIRST_VIRTUAL_SLOT: SlotId = 1_000_000
 """Units that use no accelerator get slots from here on; device slots lie below."""
 
 

@@ -37,9 +37,14 @@ def test_trainers_come_first_and_the_relay_takes_no_device() -> None:
         ("policy.training/0", (0, 1)),
         ("policy.generation/0", (2,)),
         ("policy.generation/1", (3,)),
-        ("policy.weights/0", (4000,)),
+        ("policy.weights/0", (FIRST_VIRTUAL_SLOT,)),
     ]
     assert plan.of(POLICY_WEIGHTS)[0].model_stage.stage is Stage.WEIGHTS
+
+
+def test_the_relay_is_on_no_slot_of_the_largest_jobs() -> None:
+    plan = initial_plan(job("d256t4p2", "d512t4", 4096))
+    assert not {slot for emu in plan.of(POLICY_WEIGHTS) for slot in emu.slots} & set(range(4096))
 
 
 def test_too_few_slots_are_refused() -> None:
