@@ -14,6 +14,7 @@ from collections.abc import Collection
 from nereus.core.plan import Plan, SlotId
 from nereus.core.units import listed
 from nereus.runtime.placement import FIRST_VIRTUAL_SLOT
+from nereus.runtime.regroup import StateLost
 from nereus.runtime.schedule import Planning
 from nereus.sim.policy import AsStated, Circumstances, Follower
 
@@ -24,10 +25,10 @@ class _Restarting(Follower):
     def watch(self, alive: Collection[SlotId], now: float) -> None:
         used = (slot for slot in self.plan.slots() if slot < FIRST_VIRTUAL_SLOT)
         if lost := sorted(frozenset(used) - frozenset(alive)):
-            self.restart = f"slots {listed(lost)} are lost"
+            raise StateLost(f"slots {listed(lost)} are lost")
 
     def recovered(self, plan: Plan) -> None:
-        self.restart = "a trainer is lost"
+        raise StateLost("a trainer is lost")
 
 
 class WholeRestart(AsStated, frozen=True):
