@@ -9,7 +9,7 @@ out; what takes time comes back as an event. Invariants (tests/control/test_cont
 - every plan found gets a recorded verdict; the first that is admitted is begun, ordered by latency, next-best ones only
   within 10 % of the best unless urgent;
 - an urgent search that finds nothing is widened: smaller micro-batches, then recomputation, then a restart from the
-  newest checkpoint;
+  newest checkpoint, unless the present plan still works;
 - references are reset after every replan, so that noise and refusals do not start the next one.
 """
 
@@ -49,6 +49,8 @@ class StepReport(Struct, frozen=True, tag=True):
 
     step: int
     signals: Signals
+    fits: bool = True
+    """False: it needed more memory than there is, and is still to be done."""
 
 
 class SlotsLost(Struct, frozen=True, tag=True):
@@ -172,6 +174,11 @@ class _Searching(Struct, frozen=True):
     def urgent(self) -> bool:
         return any(trigger.urgent for trigger in self.triggers)
 
+    @property
+    def bearable(self) -> bool:
+        """Return whether the job can go on as it is if nothing is found."""
+        return all(trigger.bearable for trigger in self.triggers if trigger.urgent)
+
 
 class Controller:
     """The state machine; ``on`` takes one event and returns the effects in the order they are to be carried out."""
@@ -210,6 +217,8 @@ class Controller:
 
     def _step(self, report: StepReport) -> list[Effect]:
         self.monitor, triggers = self.monitor.observe(report.signals)
+        if not report.fits:
+            triggers = tuple(replace(trigger, bearable=False) for trigger in triggers)
         return self._trigger(report.step, triggers)
 
     def _pool(self, change: PoolChanged) -> list[Effect]:
@@ -324,6 +333,11 @@ class Controller:
         if wider is not Widening.RESTART:
             return [Record("widen", because), self._search(searching.triggers, wider)]
         self._searching = None
+        if searching.bearable:
+            self.held = False
+            self.monitor = self.monitor.rebased(bearing=True)
+            stays = Record("stay", f"{because}; the job goes on under its plan, which still works")
+            return [stays, Resume(self.plan.epoch), *self._next()]
         self.held = True
         self._waiting = ()
         self.monitor = self.monitor.rebased()
@@ -339,7 +353,8 @@ class Controller:
             return [Record("stale", f"the transition to epoch {ended.epoch} was given up before")]
         if not ended.completed:
             self.moving = None
-            failed = Trigger(SLOTS, f"the transition to epoch {ended.epoch} failed: {ended.because}", urgent=True)
+            why = f"the transition to epoch {ended.epoch} failed: {ended.because}"
+            failed = Trigger(SLOTS, why, urgent=True, bearable=True)
             return [Record("failed", failed.because), self._search((*self._open_triggers(), failed), Widening.PLANS)]
         self.plan, self.moving, self.held = self.moving, None, False
         self.monitor = self.monitor.rebased()

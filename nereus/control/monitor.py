@@ -19,12 +19,16 @@ from nereus.control.problem import usable_bytes
 
 LENGTH_TOLERANCE = 0.30
 EFFICIENCY_TOLERANCE = 0.20
+MEMORY_TOLERANCE = 0.02
+"""How much a peak may grow that was found to be bearable."""
+
 WINDOW = 3
 """A signal's value is the median of so many steps, so that a lone outlier moves nothing."""
 
 EFFICIENCY = "efficiency/"
 MEAN_LENGTH = "length/mean"
 P95_LENGTH = "length/p95"
+MEMORY = "memory"
 
 
 class Signals(Struct, frozen=True):
@@ -49,6 +53,8 @@ class Trigger(Struct, frozen=True):
     signal: str
     because: str
     urgent: bool = False
+    bearable: bool = False
+    """Urgent, but the job can go on under its plan if there is no better one."""
 
 
 class Monitoring(Protocol):
@@ -57,8 +63,8 @@ class Monitoring(Protocol):
     def observe(self, signals: Signals) -> tuple[Monitoring, tuple[Trigger, ...]]:
         """Take in one step."""
 
-    def rebased(self) -> Monitoring:
-        """Return it after a replan."""
+    def rebased(self, *, bearing: bool = False) -> Monitoring:
+        """Return it after a replan; ``bearing``: memory is short, and nothing was found against it."""
 
 
 def tolerance(signal: str) -> float:
@@ -74,6 +80,10 @@ class Monitor(Struct, frozen=True):
     recent: dict[str, tuple[float, ...]] = {}
     reported: frozenset[str] = frozenset()
     """Signals that triggered since the references were set."""
+    peak_bytes: int = 0
+    """Of the newest step."""
+    borne_bytes: int = 0
+    """A peak above what may be used that nothing could be done about, or what it has come down to since."""
 
     def observe(self, signals: Signals) -> tuple[Monitor, tuple[Trigger, ...]]:
         """Take in one step; a signal's first value becomes its reference. What is not finite is left out."""
@@ -86,16 +96,24 @@ class Monitor(Struct, frozen=True):
             if name not in self.reported and (trigger := _drift(name, references[name], recent[name]))
         ]
         usable = usable_bytes(self.capacity_bytes)
-        if signals.peak_bytes > usable and "memory" not in self.reported:
-            over = f"the fullest slot peaked at {signals.peak_bytes} bytes, {usable} may be used"
-            triggers.append(Trigger("memory", over, urgent=True))
+        peak, borne = signals.peak_bytes, min(self.borne_bytes, signals.peak_bytes)
+        limit = max(usable, borne * (1 + MEMORY_TOLERANCE)) if borne > usable else usable
+        if peak > limit and MEMORY not in self.reported:
+            over = f"the fullest slot peaked at {peak} bytes, {usable} may be used"
+            triggers.append(Trigger(MEMORY, over, urgent=True, bearable=True))
         reported = self.reported | {trigger.signal for trigger in triggers}
-        return Monitor(self.capacity_bytes, references, recent, reported), tuple(triggers)
+        return Monitor(self.capacity_bytes, references, recent, reported, peak, borne), tuple(triggers)
 
-    def rebased(self) -> Monitor:
+    def rebased(self, *, bearing: bool = False) -> Monitor:
         """Return the monitor after a replan: what is now is the reference."""
         now = {name: median(values) for name, values in self.recent.items()}
-        return Monitor(self.capacity_bytes, {**self.references, **now}, self.recent)
+        return Monitor(
+            self.capacity_bytes,
+            {**self.references, **now},
+            self.recent,
+            peak_bytes=self.peak_bytes,
+            borne_bytes=self.peak_bytes if bearing else 0,
+        )
 
 
 def _drift(name: str, reference: float, recent: tuple[float, ...]) -> Trigger | None:

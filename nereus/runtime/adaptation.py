@@ -189,7 +189,7 @@ class Adaptation:
         """Learn from a step that did not fit: no other is tried before the plan has changed."""
         self.stuck = why
         self._estimate = self._estimate.observed(self._plan, facts)
-        self._tell(StepReport(self._step, self._estimate.signals(self._plan)))
+        self._tell(StepReport(self._step, self._estimate.signals(self._plan), fits=False))
 
     def pool(self, slots: Collection[SlotId]) -> None:
         """Note which slots the job may use from now on."""

@@ -40,7 +40,7 @@ MOST = 24
 
 WORTH_A_LOOK = 1.5
 
-_Way = tuple[ModelStage, Layout, int, bool]
+Way = tuple[ModelStage, Layout, int, bool]
 """Layout, replicas, and whether activations are computed again."""
 
 
@@ -85,13 +85,8 @@ def compared(job: SynchronousJob, trace: Trace, *, seed: int = 0, most: int = MO
     question = learned(job, trace, seed, job.calibrate_steps)
     stages, step = Stages(job, Noise(0, scale=0.0), trace), job.calibrate_steps
     sampled = sample_of(job, trace, seed, step)
-    ways_of = {stage: ways(question.pricing, stage, lambda layout, dp: True) for stage in job.workflow.model_stages}
-    predicted = dict[_Way, float]()
-    for one in (one for listed in ways_of.values() for one in listed):
-        predicted[_way(one)] = min(one.seconds, predicted.get(_way(one), math.inf))
-    measured = stated(question).restricted(
-        {stage: _measured(stages, sampled, step, listed, predicted) for stage, listed in ways_of.items()}
-    )
+    predicted = predictions(question)
+    measured = in_truth(question, predicted, stages, sampled, step)
     chosen, *others = _nominated(question, *choose(question, most))
     plans = dict.fromkeys((chosen, *others))
     problem, best = solve_groupings(measured)
@@ -111,11 +106,31 @@ def compared(job: SynchronousJob, trace: Trace, *, seed: int = 0, most: int = MO
     return Comparison(executed(chosen), executed(min(valid, key=lambda plan: seconds[plan])), len(valid))
 
 
-def _way(one: Candidate) -> _Way:
+def predictions(question: Question) -> dict[Way, float]:
+    """Return what the planner predicts for every way to run a model-stage, with the best of its micro-batches."""
+    predicted = dict[Way, float]()
+    for stage in question.pricing.workflow.model_stages:
+        for one in ways(question.pricing, stage, lambda layout, dp: True):
+            predicted[_way(one)] = min(one.seconds, predicted.get(_way(one), math.inf))
+    return predicted
+
+
+def in_truth(question: Question, predicted: dict[Way, float], stages: Stages, sampled: Sampled, step: int) -> Problem:
+    """Return the planner's problem with the seconds that the world takes in the place of its predictions."""
+    listed = {
+        stage: ways(question.pricing, stage, lambda layout, dp: True)
+        for stage in question.pricing.workflow.model_stages
+    }
+    return stated(question).restricted(
+        {stage: _measured(stages, sampled, step, those, predicted) for stage, those in listed.items()}
+    )
+
+
+def _way(one: Candidate) -> Way:
     return one.model_stage, one.layout, one.dp, one.recompute
 
 
-def _running(plan: Plan, stage: ModelStage) -> _Way:
+def _running(plan: Plan, stage: ModelStage) -> Way:
     units = plan.of(stage)
     return stage, units[0].layout, len(units), stage in plan.recomputed
 
@@ -136,7 +151,7 @@ def _nominated(question: Question, problem: Problem, answer: Solution | Infeasib
 
 
 def _measured(
-    stages: Stages, sampled: Sampled, step: int, listed: tuple[Candidate, ...], predicted: dict[_Way, float]
+    stages: Stages, sampled: Sampled, step: int, listed: tuple[Candidate, ...], predicted: dict[Way, float]
 ) -> tuple[Candidate, ...]:
     """Return the ways that are worth a look and fit, with measured seconds.
 
@@ -145,7 +160,7 @@ def _measured(
     fastest = dict[int, float]()
     for one in listed:
         fastest[one.slots] = min(one.seconds, fastest.get(one.slots, math.inf))
-    took: dict[_Way, float] = {}
+    took: dict[Way, float] = {}
     found = list[Candidate]()
     for one in listed:
         way = _way(one)

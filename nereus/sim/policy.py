@@ -90,6 +90,9 @@ class Opening(Struct, frozen=True):
     """The world's truth: for baselines whose rule is a sweep, and for oracles."""
     sampled: Sampled
     """What the first step will be like, in truth."""
+    trace: Trace
+    """All that will come: for oracles."""
+    seed: int = 0
     step: int = 0
 
     def step_s(self, plan: Plan, below: float = math.inf) -> float:

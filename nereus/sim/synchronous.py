@@ -246,7 +246,8 @@ class Synchronous:
         cluster = self.job.cluster
         estimate = estimate_of(self.job, self._trace)
         pool = pool_of(cluster, self._alive - self._leaving)
-        start = Opening(estimate.question(pool, Plan(-1, ()), {}), self._stages, self._sample(self._step), self._step)
+        asked = estimate.question(pool, Plan(-1, ()), {})
+        start = Opening(asked, self._stages, self._sample(self._step), self._trace, self._seed, self._step)
         self._epoch += 1
         plan = replace(self._policy.opening(start), epoch=self._epoch)
         self._journal.append(

@@ -6,6 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nereus.control.controller import (
     AbortTransition,
@@ -143,6 +144,46 @@ def test_memory_pressure_is_urgent_and_reported_once() -> None:
     effects = one.on(report(0, peak=1001))
     assert search_of(effects).urgent
     assert one.on(report(1, peak=1001)) == []
+
+
+def unanswered(one: Controller, search: Search) -> list[Effect]:
+    """Let every search, however wide, find nothing; return the last effects."""
+    while True:
+        effects = one.on(PlanFound(search.search, (), "nothing fits"))
+        if not any(isinstance(effect, Search) for effect in effects):
+            return effects
+        search = search_of(effects)
+
+
+def test_memory_pressure_without_another_plan_is_borne_until_it_grows() -> None:
+    one = controller()
+    effects = unanswered(one, search_of(one.on(report(0, peak=1001))))
+    assert kinds(effects) == ["stay", "Resume"] and not one.held
+    assert [one.on(report(step, peak=peak)) for step, peak in enumerate((1001, 1020, 1003), 1)] == [[], [], []]
+    assert search_of(one.on(report(4, peak=1030))).urgent
+
+
+def test_memory_pressure_that_went_is_no_longer_borne() -> None:
+    one = controller()
+    unanswered(one, search_of(one.on(report(0, peak=1090))))
+    assert one.on(report(1, peak=900)) == []
+    assert search_of(one.on(report(2, peak=1001))).urgent
+
+
+def test_a_step_that_does_not_fit_and_finds_no_other_plan_restarts() -> None:
+    one = controller()
+    one.on(report(0))
+    search = search_of(one.on(replace(report(1, peak=1200), fits=False)))
+    assert kinds(unanswered(one, search)) == ["restart", "Restart"]
+
+
+def test_a_failed_transition_without_another_plan_leaves_the_old_one_in_force() -> None:
+    one = controller()
+    search = search_of(one.on(PoolChanged(0, added=(9,))))
+    one.on(PlanFound(search.search, (proposal(1),)))
+    search = search_of(one.on(TransitionEnded(1, completed=False, because="a send broke")))
+    assert kinds(unanswered(one, search)) == ["stay", "Resume"]
+    assert one.plan == plan(0) and not one.held
 
 
 def test_an_urgent_search_is_widened_and_a_restart_comes_last() -> None:

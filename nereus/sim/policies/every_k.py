@@ -28,7 +28,7 @@ class Clock(Struct, frozen=True):
         due = (Trigger("clock", f"{self.every} steps are over"),) if not seen % self.every else ()
         return Clock(self.every, seen), due
 
-    def rebased(self) -> Clock:
+    def rebased(self, *, bearing: bool = False) -> Clock:
         return self
 
 

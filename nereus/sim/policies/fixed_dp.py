@@ -35,7 +35,7 @@ class Blind(Struct, frozen=True):
     def observe(self, signals: Signals) -> tuple[Blind, tuple[Trigger, ...]]:
         return self, ()
 
-    def rebased(self) -> Blind:
+    def rebased(self, *, bearing: bool = False) -> Blind:
         return self
 
 

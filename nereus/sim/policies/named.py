@@ -15,6 +15,7 @@ from nereus.sim.policies.clairvoyant import Clairvoyant
 from nereus.sim.policies.dynarl import DynaRL
 from nereus.sim.policies.every_k import EveryK
 from nereus.sim.policies.fixed_dp import FixedDP
+from nereus.sim.policies.foresight import Foresight
 from nereus.sim.policies.fully_async import FullyAsync
 from nereus.sim.policies.laminar import Laminar
 from nereus.sim.policies.one_step_off import OneStepOff
@@ -44,6 +45,7 @@ SYNCHRONOUS: dict[str, Callable[[], SynchronousPolicy]] = {
     "fixed_dp": FixedDP,
     "every_k": EveryK,
     "dynarl": DynaRL,
+    "clairvoyant": Foresight,
     "verl_style": VerlStyle,
     "openrlhf_style": OpenRLHFStyle,
 }
