@@ -8,8 +8,8 @@ out; what takes time comes back as an event. Invariants (tests/control/test_cont
   transition to end;
 - every plan found gets a recorded verdict; the first that is admitted is begun, ordered by latency, next-best ones only
   within 10 % of the best unless urgent;
-- an urgent search that finds nothing is widened: smaller micro-batches, then recomputation, then a restart from the
-  newest checkpoint, unless the present plan still works;
+- an urgent search that finds nothing is widened: smaller micro-batches, then recomputation; then the plan is kept if it
+  still works; else most of the memory's margin is given up, and a restart from the newest checkpoint comes last;
 - references are reset after every replan, so that noise and refusals do not start the next one.
 """
 
@@ -38,7 +38,8 @@ class Widening(enum.IntEnum):
     PLANS = 0
     MICRO_BATCH = 1
     RECOMPUTE = 2
-    RESTART = 3
+    MARGIN = 3
+    RESTART = 4
 
 
 # Events
@@ -329,8 +330,8 @@ class Controller:
             self._searching = None
             self.monitor = self.monitor.rebased()
             return [Record("stay", because), *self._next()]
-        wider = Widening(searching.widening + 1)
-        if wider is not Widening.RESTART:
+        wider, last = Widening(searching.widening + 1), Widening.MARGIN if searching.bearable else Widening.RESTART
+        if wider < last:
             return [Record("widen", because), self._search(searching.triggers, wider)]
         self._searching = None
         if searching.bearable:

@@ -75,11 +75,13 @@ class Estimate(Struct, frozen=True):
     recent: tuple[StepFacts, ...] = ()
     peaks: tuple[tuple[float, float, float], ...] = ()
     """(state, transient, measured peak) bytes of the newest steps."""
+    memory: MemoryCalibration = MemoryCalibration()
+    """What was believed before the first peak."""
 
     @classmethod
     def starting(cls, pricing: Pricing, pins: tuple[Pin, ...] = ()) -> Estimate:
         """Begin with what ``pricing`` says."""
-        return cls(pricing, Calibration.starting(pricing.efficiencies), pins)
+        return cls(pricing, Calibration.starting(pricing.efficiencies), pins, memory=pricing.calibration)
 
     def observed(self, plan: Plan, facts: StepFacts) -> Estimate:
         """Return the estimate with one more step, made under ``plan``, in it."""
@@ -92,9 +94,9 @@ class Estimate(Struct, frozen=True):
         pricing = replace(self.pricing, workload=workload)
         calibration = self.calibration.observed(_observations(pricing, plan, facts))
         peaks = (*self.peaks, *_peaks(pricing, plan, facts))[-MOST_PEAKS:]
-        memory = _believed(replace(self.pricing.calibration, transient_factor=1.0).refined(peaks), peaks[-WINDOW:])
+        memory = _believed(self.memory.refined(peaks), peaks[-WINDOW:])
         pricing = replace(pricing, efficiencies=calibration.efficiencies, calibration=memory)
-        return Estimate(pricing, calibration, self.pins, recent, peaks)
+        return Estimate(pricing, calibration, self.pins, recent, peaks, self.memory)
 
     def moved(self, predicted_s: float, measured_s: float) -> Estimate:
         """Return the estimate after a transition: what its price lacked, or had too much, counts half from now on."""
@@ -162,8 +164,13 @@ def _beside(pricing: Pricing, plan: Plan, stage: ModelStage) -> int:
 
 def _believed(memory: MemoryCalibration, newest: tuple[tuple[float, float, float], ...]) -> MemoryCalibration:
     """Return a calibration that explains no newest peak as smaller than it was: what did not fit is not tried again."""
-    seen = [(peak - state - memory.workspace_bytes) / transient for state, transient, peak in newest if transient > 0]
-    return replace(memory, transient_factor=max([memory.transient_factor, *seen]))
+    for state, transient, peak in newest:
+        explained = memory.explaining(transient, peak - state) if transient > 0 else memory
+        memory = MemoryCalibration(
+            max(memory.transient_factor, explained.transient_factor),
+            max(memory.workspace_bytes, explained.workspace_bytes),
+        )
+    return memory
 
 
 def _peaks(pricing: Pricing, plan: Plan, facts: StepFacts) -> list[tuple[float, float, float]]:

@@ -15,7 +15,6 @@ from statistics import median
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from nereus.control.cost import COMPUTE_BYTES, STATE_BYTES, Recompute, Setups, Sharding
 from nereus.control.efficiency import Array
@@ -40,6 +39,9 @@ GATHERED_LAYERS = 2
 """Layers that a replica with shared parameters holds whole: the running one and the next."""
 
 
+FACTOR_SPREAD = 0.25
+"""Ours: by so much the factor on activations and logits is usually off before anything was measured."""
+
 FACTOR_LIMITS = (0.25, 4.0)
 WORKSPACE_LIMITS = (0.1e9, 10e9)
 """What a calibration may find; beyond that the peaks measure something else."""
@@ -54,9 +56,10 @@ class MemoryCalibration(Struct, frozen=True):
     def refined(self, peaks: Sequence[tuple[float, float, float]]) -> MemoryCalibration:
         """Return the calibration that explains (state, transient, measured peak) rows in the middle.
 
-        State is exact and is never scaled. From six rows on, the slope between rows is the factor and what is left
-        the workspace (Theil and Sen: medians, so a wild row counts little), if both are plausible. Else only the
-        factor moves, part of the way for one or two rows. A peak below the state leaves it at its lower limit.
+        State is exact and is never scaled. From four rows on, the slope between rows is the factor and what is left
+        the workspace (Theil and Sen: medians, so a wild row counts little), if some rows are twice as large as others
+        and both are plausible. Else rows cannot tell the two apart, and each row's gap is shared out as ``explaining``
+        does, in part only for one or two rows.
         """
         usable = [(transient, peak - state) for state, transient, peak in peaks if transient > 0]
         if not usable:
@@ -64,18 +67,38 @@ class MemoryCalibration(Struct, frozen=True):
         slopes = [
             (left - other) / (transient - less)
             for (transient, left), (less, other) in itertools.combinations(usable, 2)
-            if abs(transient - less) > 0.1 * max(transient, less)
+            if abs(transient - less) >= 0.5 * max(transient, less)
         ]
-        if len(usable) >= 6 and slopes:
+        if len(usable) >= 4 and slopes:
             slope = median(slopes)
             rest = median(left - slope * transient for transient, left in usable)
             if _inside(slope, FACTOR_LIMITS) and _inside(rest, WORKSPACE_LIMITS):
                 return MemoryCalibration(slope, rest)
-        low, high = FACTOR_LIMITS
-        ratios = ((left - self.workspace_bytes) / transient for transient, left in usable)
-        middle = median(min(high, max(low, ratio)) for ratio in ratios)
+        explained = [self.explaining(transient, left) for transient, left in usable]
         trust = min(1.0, len(usable) / 4 + 0.25)
-        return replace(self, transient_factor=self.transient_factor * (1 - trust) + middle * trust)
+        factor = median(one.transient_factor for one in explained)
+        workspace = median(one.workspace_bytes for one in explained)
+        return MemoryCalibration(
+            self.transient_factor + trust * (factor - self.transient_factor),
+            self.workspace_bytes + trust * (workspace - self.workspace_bytes),
+        )
+
+    def explaining(self, transient: float, left: float) -> MemoryCalibration:
+        """Return the likeliest calibration for one slot whose peak lies ``left`` bytes above its state.
+
+        The factor may be off by ``FACTOR_SPREAD``, the workspace by as much as it is; the gap between prediction and
+        peak is shared out by these variances (the maximum of the posterior of two normal priors and one exact
+        observation), within the limits.
+        """
+        gap = left - self.workspace_bytes - self.transient_factor * transient
+        fixed, scaled = self.workspace_bytes**2, (FACTOR_SPREAD * transient) ** 2
+        share = scaled / (fixed + scaled)
+        low, high = FACTOR_LIMITS
+        factor = min(high, max(low, self.transient_factor + share * gap / transient))
+        least, most = WORKSPACE_LIMITS
+        workspace = self.workspace_bytes + (1 - share) * gap
+        workspace = min(max(most, self.workspace_bytes), max(min(least, self.workspace_bytes), workspace))
+        return MemoryCalibration(factor, workspace)
 
 
 def _inside(value: float, limits: tuple[float, float]) -> bool:

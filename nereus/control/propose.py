@@ -19,12 +19,25 @@ from nereus.control.choose import Question, choose, intact, place_choice, replic
 from nereus.control.controller import PlanFound, Proposal, Widening
 from nereus.control.move import move
 from nereus.control.placement import Placement
-from nereus.control.problem import Candidate, Infeasible, Problem, Solution, evaluate, gib, usable_bytes
+from nereus.control.problem import (
+    MEMORY_MARGIN,
+    Candidate,
+    Infeasible,
+    Problem,
+    Solution,
+    evaluate,
+    gib,
+    usable_bytes,
+)
 from nereus.control.search import alternatives, solve_groupings
+from nereus.core.cluster import Cluster
 from nereus.core.plan import ModelStage, Plan, Replication
 
 MOST_PROPOSALS = 8
 """So many plans at most are placed and priced for one answer: the fastest, then those that keep more of what runs."""
+
+LAST_MARGIN = 1.03
+"""Ours: what must be left of memory where the choice is between this and going back to a checkpoint."""
 
 
 def propose(question: Question) -> tuple[Proposal, ...] | Infeasible:
@@ -50,6 +63,8 @@ def propose(question: Question) -> tuple[Proposal, ...] | Infeasible:
 def answer(question: Question, search: int, widening: Widening = Widening.PLANS) -> PlanFound:
     """Return the event that ends search number ``search``."""
     pricing = replace(question.pricing, space=widened(question.pricing.space, widening))
+    if widening >= Widening.MARGIN:
+        pricing = replace(pricing, cluster=_on_the_edge(pricing.cluster))
     found = propose(replace(question, pricing=pricing))
     if isinstance(found, Infeasible):
         return PlanFound(search, because=found.because)
@@ -63,6 +78,13 @@ def widened(space: Space, widening: Widening) -> Space:
     if widening >= Widening.RECOMPUTE:
         space = replace(space, recompute=(False, True))
     return space
+
+
+def _on_the_edge(cluster: Cluster) -> Cluster:
+    """Return the cluster with so much more memory that the usual margin leaves ``LAST_MARGIN`` of what there is."""
+    above, below = MEMORY_MARGIN
+    memory = cluster.device.memory_bytes * above / below / LAST_MARGIN
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory))
 
 
 def latency_now(question: Question) -> float:

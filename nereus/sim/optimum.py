@@ -87,12 +87,11 @@ def compared(job: SynchronousJob, trace: Trace, *, seed: int = 0, most: int = MO
     sampled = sample_of(job, trace, seed, step)
     predicted = predictions(question)
     measured = in_truth(question, predicted, stages, sampled, step)
-    chosen, *others = _nominated(question, *choose(question, most))
+    chosen, *others = (plan for _, plan in nominated(question, *choose(question, most)))
     plans = dict.fromkeys((chosen, *others))
     problem, best = solve_groupings(measured)
-    plans |= dict.fromkeys(
-        _nominated(question, problem, solve(problem, runners_up=most) if isinstance(best, Solution) else best)
-    )
+    answer = solve(problem, runners_up=most) if isinstance(best, Solution) else best
+    plans |= dict.fromkeys(plan for _, plan in nominated(question, problem, answer))
     seconds = {plan: stages.step_s(plan, sampled, step) for plan in plans}
     if seconds[chosen] == math.inf:
         raise ConfigError("the chosen plan does not fit", where="cluster", remedy="take more slots")
@@ -136,18 +135,18 @@ def _running(plan: Plan, stage: ModelStage) -> Way:
 
 
 def _placed(question: Question) -> Plan:
-    return next(_nominated(question, *choose(question)))
+    return next(plan for _, plan in nominated(question, *choose(question)))
 
 
-def _nominated(question: Question, problem: Problem, answer: Solution | Infeasible) -> Iterator[Plan]:
+def nominated(question: Question, problem: Problem, answer: Solution | Infeasible) -> Iterator[tuple[Solution, Plan]]:
     """Yield the choice and its runners-up on slots, where they can be placed; none where nothing fits."""
     if isinstance(answer, Infeasible):
         return
     for candidates in (answer.candidates, *(one.candidates for one in answer.runners_up if one.candidates)):
         solution = evaluate(problem, candidates)
         placement = place_choice(question, problem, solution) if isinstance(solution, Solution) else solution
-        if not isinstance(placement, Infeasible):
-            yield replace(placement.plan, epoch=0)
+        if isinstance(solution, Solution) and not isinstance(placement, Infeasible):
+            yield solution, replace(placement.plan, epoch=0)
 
 
 def _measured(

@@ -196,7 +196,7 @@ def test_an_urgent_search_is_widened_and_a_restart_comes_last() -> None:
             break
         search = search_of(effects)
         widenings.append(search.widening)
-    assert widenings == [Widening.PLANS, Widening.MICRO_BATCH, Widening.RECOMPUTE]
+    assert widenings == [Widening.PLANS, Widening.MICRO_BATCH, Widening.RECOMPUTE, Widening.MARGIN]
     assert kinds(effects) == ["restart", "Restart"]
     restart = effects[-1]
     assert isinstance(restart, Restart) and "memory is short of 3 GiB" in restart.because

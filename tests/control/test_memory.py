@@ -111,10 +111,22 @@ def test_peaks_correct_the_transient_terms_only() -> None:
     truth = MemoryCalibration(1.6, 3e9)
     peaks = [(30e9, size, 30e9 + size * 1.6 + 3e9) for size in (5e9, 10e9, 15e9, 20e9)]
     learned = MemoryCalibration(workspace_bytes=3e9).refined(peaks)
-    assert learned == truth
+    assert learned.transient_factor == pytest.approx(truth.transient_factor)
+    assert learned.workspace_bytes == pytest.approx(truth.workspace_bytes)
     once = MemoryCalibration(workspace_bytes=3e9).refined(peaks[:1])
     assert 1.0 < once.transient_factor < 1.6
     assert MemoryCalibration().refined([]) == MemoryCalibration()
+
+
+@pytest.mark.parametrize("size", [1e9, 5e9, 40e9])
+def test_peaks_of_one_size_are_explained_by_workspace_and_factor_together(size: float) -> None:
+    """Where activations are small, a gap is mostly workspace: larger ones are not thought far larger still."""
+    learned = MemoryCalibration().refined([(40e9, size, 40e9 + size + 3.5e9)] * 5)
+    assert learned.workspace_bytes + learned.transient_factor * size == pytest.approx(size + 3.5e9)
+    assert learned.workspace_bytes > 1.5e9 and learned.transient_factor > 1.0
+    assert (learned.workspace_bytes - 1.5e9 > 1e9) == (size < 6e9)
+    without = MemoryCalibration(workspace_bytes=0.0).refined([(40e9, size, 40e9 + 1.2 * size)] * 5)
+    assert without.transient_factor == pytest.approx(1.2) and without.workspace_bytes == 0.0
 
 
 def test_many_peaks_tell_the_workspace_from_the_factor() -> None:
@@ -124,7 +136,7 @@ def test_many_peaks_tell_the_workspace_from_the_factor() -> None:
     assert learned.transient_factor == pytest.approx(1.3, rel=0.1)
     assert learned.workspace_bytes == pytest.approx(4e9, rel=0.3)
     shrinking = [(20e9, size, 60e9 - size) for size in (2e9, 5e9, 8e9, 12e9, 20e9, 30e9)]
-    assert MemoryCalibration().refined(shrinking).workspace_bytes == MemoryCalibration().workspace_bytes
+    assert MemoryCalibration().refined(shrinking).transient_factor > 1.0, "a slope of -1 was believed"
 
 
 def test_a_slot_sums_all_that_is_on_it() -> None:

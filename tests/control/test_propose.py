@@ -159,6 +159,23 @@ def test_what_is_short_is_said_in_bytes() -> None:
     assert usable_bytes(int(more.memory_bytes)) > usable_bytes(int(CLUSTER.device.memory_bytes))
 
 
+def with_memory(asked: Question, size: float) -> Question:
+    device = replace(CLUSTER.device, memory_bytes=size)
+    return replace(asked, pricing=replace(asked.pricing, cluster=replace(asked.pricing.cluster, device=device)))
+
+
+def test_the_margin_of_memory_is_given_up_last() -> None:
+    """A device of which the leanest plan needs 96 %, more than the margin allows."""
+    asked, size = question(slots=1), CLUSTER.device.memory_bytes
+    while isinstance(lost := start_plan(with_memory(asked, size)), Infeasible):
+        needed = usable_bytes(int(size)) + lost.shortfall
+        size = needed * 1.101
+    tight = with_memory(asked, needed / 0.96)
+    assert answer(tight, 1, Widening.RECOMPUTE).proposals == ()
+    (found, *_) = answer(tight, 1, Widening.MARGIN).proposals
+    assert usable_bytes(int(needed / 0.96)) < found.peak_bytes <= found.usable_bytes < needed / 0.96
+
+
 def test_widening_adds_and_never_takes_away() -> None:
     narrow = Space(recompute=(False,))
     assert widened(narrow, Widening.PLANS) == narrow

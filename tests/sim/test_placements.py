@@ -27,7 +27,7 @@ def job(slots: int = 16) -> SynchronousJob:
 def opening(made: SynchronousJob, *, sharded: bool) -> Opening:
     question = estimate_of(made, STEADY).question(made.cluster, Plan(-1, ()), {})
     sampled = Sampled(tuple((256, (500,)) for _ in range(64)), tuple((256, 500) for _ in range(64)))
-    return Opening(question, Stages(made, Noise(0), STEADY, sharded=sharded), sampled)
+    return Opening(question, Stages(made, Noise(0), STEADY, sharded=sharded), sampled, STEADY)
 
 
 def test_colocated_model_stages_use_all_slots() -> None:

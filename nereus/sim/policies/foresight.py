@@ -22,19 +22,19 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nereus.control.choose import Question, place_choice, replications
+from nereus.control.choose import Question, place_choice, replications, start_plan
 from nereus.control.move import move
-from nereus.control.problem import Infeasible, Problem, Solution, evaluate
+from nereus.control.problem import Infeasible, Problem, Solution
 from nereus.control.search import solve, solve_groupings
 from nereus.core.plan import POLICY_GENERATION, ModelStage, Plan, Replication, SlotId
-from nereus.errors import ConfigError
+from nereus.errors import ConfigError, OutOfMemory
 from nereus.runtime.placement import ordinals_after
 from nereus.runtime.schedule import MAX_TRIES, Planning, Wish
-from nereus.sim.job import pool_of, pricing_of
+from nereus.sim.job import estimate_of, pool_of, pricing_of
 from nereus.sim.links import ENGINE_START_S
-from nereus.sim.optimum import Remembering, in_truth, predictions
+from nereus.sim.optimum import Remembering, in_truth, nominated, predictions
 from nereus.sim.policy import Circumstances, Follower, Opening
-from nereus.sim.stages import sample_of
+from nereus.sim.stages import Sampled, sample_of
 
 LOOKS = 3
 """In so many steps candidates are looked for while the number of slots stays the same: the first, the last, between."""
@@ -74,6 +74,9 @@ class _World:
         self._job, self._trace = start.stages.job, start.trace
         self._stages = Remembering(self._job, self._trace)
         self.steps = range(start.step, self._job.steps)
+        self._estimate = estimate_of(self._job, self._trace)
+        for step in self.looks():
+            self._learn(step)
 
     def slots(self, step: int) -> int:
         return min(self._job.cluster.size, self._trace.slots_at(step, 0.0) or self._job.cluster.size)
@@ -82,30 +85,46 @@ class _World:
         """Return the planner's question in ``step``, with the lengths of that step known."""
         pool = pool_of(self._job.cluster, range(self.slots(step)))
         lengths = self._job.lengths(self._trace, step).lengths(self._job.longest_response)
-        return Question(replace(pricing_of(self._job, lengths), cluster=pool))
+        question = self._estimate.question(pool, Plan(-1, ()), {})
+        return replace(question, pricing=replace(question.pricing, workload=pricing_of(self._job, lengths).workload))
+
+    def looks(self) -> list[int]:
+        """Return the steps in which candidates are looked for."""
+        looks = list[int]()
+        for _, run in itertools.groupby(self.steps, self.slots):
+            steps = list(run)
+            looks += {steps[(len(steps) - 1) * look // (LOOKS - 1)] for look in range(LOOKS)}
+        return sorted(looks)
+
+    def _learn(self, step: int) -> None:
+        """Let the planner learn, of memory above all, from ``step`` under its own plan, as a run does."""
+        found = start_plan(self.question(step))
+        if isinstance(found, Infeasible):
+            return
+        plan, sampled = found.placement.plan, self._sampled(step)
+        try:
+            took = {stage: self._stages.took(plan, stage, sampled, step) for stage in self._job.workflow.model_stages}
+        except OutOfMemory:
+            return
+        self._estimate = self._estimate.observed(plan, sampled.facts(took))
+
+    def _sampled(self, step: int) -> Sampled:
+        return sample_of(self._job, self._trace, self._start.seed, step)
 
     def candidates(self, step: int) -> list[Choice]:
         """Return the fastest plans of ``step``."""
         question = self.question(step)
-        sampled = sample_of(self._job, self._trace, self._start.seed, step)
-        problem, best = solve_groupings(in_truth(question, predictions(question), self._stages, sampled, step))
+        truth = in_truth(question, predictions(question), self._stages, self._sampled(step), step)
+        problem, best = solve_groupings(truth)
         if isinstance(best, Infeasible):
             return []
         answer = solve(problem, runners_up=EACH - 1)
-        assert isinstance(answer, Solution), "what has been solved is solved again"
-        found = list[Choice]()
-        for candidates in (answer.candidates, *(one.candidates for one in answer.runners_up if one.candidates)):
-            solution = evaluate(problem, candidates)
-            placement = place_choice(question, problem, solution) if isinstance(solution, Solution) else solution
-            if not isinstance(placement, Infeasible) and isinstance(solution, Solution):
-                found.append(Choice(problem, solution, replace(placement.plan, epoch=0)))
-        return found
+        return [Choice(problem, solution, plan) for solution, plan in nominated(question, problem, answer)]
 
     def step_s(self, choice: Choice, step: int) -> float:
         if len(choice.plan.slots()) > self.slots(step):
             return math.inf
-        sampled = sample_of(self._job, self._trace, self._start.seed, step)
-        return self._stages.step_s(choice.plan, sampled, step)
+        return self._stages.step_s(choice.plan, self._sampled(step), step)
 
     def change_s(self, before: Plan, after: Choice, step: int) -> float:
         """Return the price of a change before ``step``; infinite where there is no way."""
@@ -124,7 +143,7 @@ def course(start: Opening) -> Course:
         remedy = "name a trace that says by steps how many slots there are"
         raise ConfigError("slots come and go by time, not by steps", where="policies", remedy=remedy)
     world = _World(start)
-    found = {choice.plan: choice for step in _looks(world) for choice in world.candidates(step)}
+    found = {choice.plan: choice for step in world.looks() for choice in world.candidates(step)}
     choices = list(found.values())
     best, bound = [(0.0, tuple[int, ...]())] * len(choices), 0.0
     prices = dict[tuple[int, int, int], float]()
@@ -165,15 +184,6 @@ def _cheapest(
     return seconds + cost_s, (*path, index)
 
 
-def _looks(world: _World) -> list[int]:
-    """Return the steps in which candidates are looked for."""
-    looks = list[int]()
-    for _, run in itertools.groupby(world.steps, world.slots):
-        steps = list(run)
-        looks += {steps[(len(steps) - 1) * look // (LOOKS - 1)] for look in range(LOOKS)}
-    return sorted(looks)
-
-
 def _leaving(question: Question, plan: Plan) -> Question:
     """Return the question with the slots of ``plan`` that are not in its pool as such that will be taken away."""
     pool = {slot for node in question.pricing.cluster.nodes for slot in node.slots}
@@ -192,7 +202,11 @@ class Foresight:
         self._first = 0
 
     def opening(self, start: Opening) -> Plan:
-        """Look ahead once, from the step that comes next; a run that has lost its state goes on in the same course."""
+        """Look ahead once, from the step that comes next.
+
+        A run that has lost its state goes on in the same course, and so do further runs of the same job and trace: with
+        other seeds, samples are other ones, from the same lengths.
+        """
         if self._course is None:
             self._course, self._first = course(start), start.step
         return self._course.choices[start.step - self._first].plan
