@@ -32,9 +32,10 @@ from nereus.runtime.placement import ordinals_after
 from nereus.runtime.schedule import MAX_TRIES, Planning, Wish
 from nereus.sim.job import estimate_of, pool_of, pricing_of
 from nereus.sim.links import ENGINE_START_S
-from nereus.sim.optimum import Remembering, in_truth, nominated, predictions
+from nereus.sim.noise import Noise
+from nereus.sim.optimum import in_truth, nominated, predictions
 from nereus.sim.policy import Circumstances, Follower, Opening
-from nereus.sim.stages import Sampled, sample_of
+from nereus.sim.stages import Sampled, Stages, sample_of
 
 LOOKS = 3
 """In so many steps candidates are looked for while the number of slots stays the same: the first, the last, between."""
@@ -72,7 +73,7 @@ class _World:
     def __init__(self, start: Opening) -> None:
         self._start = start
         self._job, self._trace = start.stages.job, start.trace
-        self._stages = Remembering(self._job, self._trace)
+        self._stages = Stages(self._job, Noise(0, scale=0.0), self._trace)
         self.steps = range(start.step, self._job.steps)
         self._estimate = estimate_of(self._job, self._trace)
         for step in self.looks():
