@@ -11,6 +11,7 @@ from a barrier to a barrier.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -23,11 +24,10 @@ RANK = "UNIVERSAL_RANK"
 
 def engine_of(shapes: dict[str, list[int]], *, universal: bool):  # type: ignore[no-untyped-def]
     import deepspeed
-    import deepspeed.comm.torch
     import torch
 
     # An all-reduce for inference, which would be compiled first: minutes, and of no use here.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # the attribute of that name is torch
 
     class Shapes(torch.nn.Module):
         def __init__(self) -> None:
