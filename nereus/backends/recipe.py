@@ -166,6 +166,13 @@ def _check(recipe: Recipe, path: Path) -> None:
             f"{shape.heads} heads do not share {shape.kv_heads} key-value heads evenly",
             where=f"{path}: model.kv_heads", remedy="choose a divisor of model.heads",
         )  # fmt: skip
+    words = recipe.tokenizer.words
+    known = [word for place, word in enumerate(words) if len(word.encode()) == 1 or word in words[:place]]
+    if known:
+        raise ConfigError(
+            f"{known[0]!r} is a token already", where=f"{path}: tokenizer.phrases",
+            remedy="remove it: every byte is a token, and what is named twice is one",
+        )  # fmt: skip
     if "{prompt}" not in phase.template:
         raise ConfigError("holds no {prompt}", where=f"{path}: supervised.template", remedy="write {prompt} in it once")
     if phase.target == "running_totals" and phase.source != "reasoning_gym:chain_sum":

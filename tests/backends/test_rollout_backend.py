@@ -104,7 +104,10 @@ def test_decoding_is_as_slow_as_the_emulated_memory(tmp_path: Path) -> None:
             shape = ModelShape.from_config(models.CONFIG.to_dict())
             weights = shape.layers * shape.active_matrix_parameters + shape.embedding_parameters
             cache = shape.layers * shape.kv_values_per_token * stats["cached_tokens"]
-            assert stats["decode_s"] >= 0.99 * (stats["decode_steps"] * weights + cache) * 8 / 0.005e9
+            due_s = (stats["decode_steps"] * weights + cache) * 8 / 0.005e9
+            assert (
+                stats["decode_s"] + stats["prefill_s"] >= 0.99 * due_s
+            )  # what prefill overslept, decoding makes up for
 
     run(test)
 

@@ -68,7 +68,7 @@ def test_a_number_with_its_blank_is_one_token() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [TokenizerSpec(), TokenizerSpec(phrases=("Say: sum = ",)), TokenizerSpec(phrases=("+",), numbers=(-9, 41))],
+    [TokenizerSpec(), TokenizerSpec(phrases=("Say: sum = ",)), TokenizerSpec(phrases=("+ ",), numbers=(-9, 41))],
 )
 def test_the_size_of_the_vocabulary_is_known_before_there_is_one(spec: TokenizerSpec) -> None:
     assert len(build_tokenizer(spec, context=64)) == spec.vocabulary
@@ -206,6 +206,8 @@ def test_the_name_changes_with_the_values_and_not_with_comments(tmp_path: Path) 
         ("[supervised]\nanswer_noise = 1.5\n", r"recipe\.toml: supervised\.answer_noise: "),
         ("[model]\nheads = 3\n", r"recipe\.toml: model\.heads: hidden size 128 does not divide into 3 heads"),
         ("[model]\nkv_heads = 3\n", r"recipe\.toml: model\.kv_heads: 4 heads do not share 3"),
+        ("[tokenizer]\nphrases = ['+']\n", r"recipe\.toml: tokenizer\.phrases: '\+' is a token already"),
+        ("[tokenizer]\nphrases = [' 7']\nnumbers = [0, 9]\n", r"' 7' is a token already"),
         ("[supervised]\ntemplate = 'Q'\n", r"recipe\.toml: supervised\.template: "),
         (
             "[supervised]\nsource = 'reasoning_gym:chainsum'\nsteps = 1\n",
