@@ -54,7 +54,6 @@ from nereus.runtime.supervisor import Supervisor
 from nereus.runtime.surroundings import Launcher, LeftAtOnce, Origin, Outcome, RunFailed
 from nereus.runtime.wire import Wire, store_config
 
-STORE_START_TIMEOUT_S = 120.0
 EXIT_LEFT_AT_ONCE = 130
 
 GATHER_S = 15.0
@@ -399,7 +398,7 @@ class _Assembly:
         if not line and fixed and all(sum(len(emu.slots) for emu in each.of(POLICY_TRAINING)) == 1 for each in plans):
             return ""
         arguments = ["nereus.backends.torch.store", "--host", self._config.bus.host, "--port", "0"]
-        line = line or await processes.start_announced("store", arguments, timeout_s=STORE_START_TIMEOUT_S)
+        line = line or await processes.start_announced("store", arguments, timeout_s=self._config.bus.start_timeout_s)
         announced = json.loads(line)
         return f"{announced['host']}:{announced['port']}"
 
