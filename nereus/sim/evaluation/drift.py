@@ -36,7 +36,9 @@ PUBLISHED = {
 _ASSUMES = (
     "PPO of 8B (four models of that size), 1,024 prompts a step, 25 steps, 8 to 32 A100; the course of lengths and "
     "slots between the ends that the paper gives is ours, as are speeds: compare policies with each other rather than "
-    "seconds with the paper's. A step's latency holds all plan changes and waits."
+    "seconds with the paper's. A step's latency holds all plan changes and waits. The oracle (clairvoyant) knows the "
+    "trace and the world's speeds, not the noise, and follows the cheapest course through plans that its search has "
+    "nominated: a run may still be faster, and its gap is negative then."
 )
 
 Runs = dict[tuple[str, str], list[RunResult]]
