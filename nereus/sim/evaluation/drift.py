@@ -1,6 +1,7 @@
 """How do policies stand under drift: lengths that grow and slots that come and go, in synchronous PPO on A100?
 
-The paper's three drift traces. The first was seen while Nereus was designed, the second and third are held out.
+The paper's three drift traces. The first was seen while Nereus was designed, the second and third were held out until
+the first whole run of this section.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _ASSUMES = (
     "slots between the ends that the paper gives is ours, as are speeds: compare policies with each other rather than "
     "seconds with the paper's. A step's latency holds all plan changes and waits. The oracle (clairvoyant) knows the "
     "trace and the world's speeds, not the noise, and follows the cheapest course through plans that its search has "
-    "nominated: a run may still be faster, and its gap is negative then."
+    "nominated: a run may still be faster, and its gap is negative then. The second and third trace were held out; the "
+    "third showed that a slot near its memory limit sent the job back to a checkpoint, which was mended."
 )
 
 Runs = dict[tuple[str, str], list[RunResult]]
