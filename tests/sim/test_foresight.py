@@ -56,7 +56,6 @@ def test_no_single_plan_is_cheaper_and_the_bound_lies_below(found: Course) -> No
 
 
 def test_changes_that_cost_more_than_they_save_are_not_made(found: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "ENGINE_START_S", 1e6)
     monkeypatch.setattr(foresight._World, "change_s", lambda *_: 1e6)
     dear = course(opening())
     assert len({choice.plan for choice in dear.choices}) == 1

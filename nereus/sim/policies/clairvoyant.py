@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -113,38 +113,40 @@ def course(config: JobConfig, known: Known) -> Course:
     looks |= {one.at_step for one in known.trace.step_supply if one.at_step < steps}
     choices = sorted({choice for step in looks for choice in prices.candidates(step)})
     every = math.ceil(steps / PRICED_EVERY)
-    best: list[tuple[float, tuple[Choice, ...]]] = [(0.0, ())] * len(choices)
-    bound = 0.0
+    costs, bound = list[list[float]](), 0.0
     for step in range(steps):
         priced, slots = step - step % every, prices.slots(step)
         fitting = [choice[0].slots + choice[1].slots <= slots for choice in choices]
-        costs = [
-            prices.expected_s(choice, priced) if fits else math.inf
-            for choice, fits in zip(choices, fitting, strict=True)
-        ]
-        best = [_cheapest(best, choices, index, cost, prices) for index, cost in enumerate(costs)]
+        costs.append(
+            [
+                prices.expected_s(choice, priced) if fits else math.inf
+                for choice, fits in zip(choices, fitting, strict=True)
+            ]
+        )
         bound += min(prices.least_s(choice, priced) for choice, fits in zip(choices, fitting, strict=True) if fits)
-    seconds, chosen = min(best)
-    return Course(chosen, seconds, bound)
+    seconds, path = cheapest(costs, lambda step, before, after: prices.change_s(choices[before], choices[after]))
+    return Course(tuple(choices[index] for index in path), seconds, bound)
 
 
-def _cheapest(
-    best: Sequence[tuple[float, tuple[Choice, ...]]],
-    choices: Sequence[Choice],
-    index: int,
-    cost_s: float,
-    prices: _Prices,
-) -> tuple[float, tuple[Choice, ...]]:
-    """Return the cheapest course that ends in this choice."""
-    if math.isinf(cost_s):
-        return math.inf, ()
-    here = choices[index]
-    arrive = [
-        (seconds + (prices.change_s(choices[other], here) if path else 0.0), other)
-        for other, (seconds, path) in enumerate(best)
-    ]
-    seconds, other = min(arrive)
-    return seconds + cost_s, (*best[other][1], here)
+def cheapest(
+    costs: Sequence[Sequence[float]], price: Callable[[int, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds and the choices, one a step, of the cheapest course.
+
+    ``costs[step][choice]`` in seconds, infinite where a choice is not possible; ``price(step, before, after)`` is what
+    it takes to change before ``step``.
+    """
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for step, row in enumerate(costs):
+        reached, best = [one for one in best if one[0] < math.inf], []
+        for choice, cost in enumerate(row):
+            arrivals = [
+                (seconds + (price(step, path[-1], choice) if path and path[-1] != choice else 0.0), path)
+                for seconds, path in (reached if cost < math.inf else ())
+            ]
+            seconds, path = min(arrivals, default=(math.inf, ()))
+            best.append((seconds + cost, (*path, choice)))
+    return min(best)
 
 
 class Clairvoyant(AsStated, frozen=True):

@@ -14,10 +14,9 @@ lies below what the course takes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -34,6 +33,7 @@ from nereus.sim.job import estimate_of, pool_of, pricing_of
 from nereus.sim.links import ENGINE_START_S
 from nereus.sim.noise import Noise
 from nereus.sim.optimum import in_truth, nominated, predictions
+from nereus.sim.policies.clairvoyant import cheapest
 from nereus.sim.policy import Circumstances, Follower, Opening
 from nereus.sim.stages import Sampled, Stages, sample_of
 
@@ -146,7 +146,6 @@ def course(start: Opening) -> Course:
     world = _World(start)
     found = {choice.plan: choice for step in world.looks() for choice in world.candidates(step)}
     choices = list(found.values())
-    best, bound = [(0.0, tuple[int, ...]())] * len(choices), 0.0
     prices = dict[tuple[int, int, int], float]()
 
     def price(step: int, before: int, after: int) -> float:
@@ -156,33 +155,13 @@ def course(start: Opening) -> Course:
             prices[key] = world.change_s(choices[before].plan, choices[after], step)
         return prices[key]
 
-    for step in world.steps:
-        costs = [world.step_s(choice, step) for choice in choices]
-        least = min(costs, default=math.inf)
-        if least == math.inf:
+    costs = [[world.step_s(choice, step) for choice in choices] for step in world.steps]
+    for step, row in zip(world.steps, costs, strict=True):
+        if min(row, default=math.inf) == math.inf:
             remedy = "take more slots or shorter responses"
             raise ConfigError(f"no plan fits in step {step}", where="cluster", remedy=remedy)
-        bound += least
-        reached = best
-        priced = functools.partial(price, step)
-        best = [_cheapest(reached, index, cost, priced) for index, cost in enumerate(costs)]
-    seconds, path = min(best)
-    return Course(tuple(choices[index] for index in path), seconds, bound)
-
-
-def _cheapest(
-    reached: Sequence[tuple[float, tuple[int, ...]]], index: int, cost_s: float, price: Callable[[int, int], float]
-) -> tuple[float, tuple[int, ...]]:
-    """Return the cheapest course that ends with this choice."""
-    if cost_s == math.inf:
-        return math.inf, ()
-    arrivals = [
-        (seconds + (price(path[-1], index) if path and path[-1] != index else 0.0), path)
-        for seconds, path in reached
-        if seconds < math.inf
-    ]
-    seconds, path = min(arrivals, default=(math.inf, ()))
-    return seconds + cost_s, (*path, index)
+    seconds, path = cheapest(costs, lambda place, before, after: price(world.steps[place], before, after))
+    return Course(tuple(choices[index] for index in path), seconds, sum(map(min, costs)))
 
 
 def _leaving(question: Question, plan: Plan) -> Question:
