@@ -9,21 +9,27 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
-FAST := not live and not slow and not chaos and not gpu
+FAST := not deep and not live and not slow and not chaos and not gpu
 LIVE := (live or slow or chaos) and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
          nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
-.PHONY: run test fast live walks chaos storms lint format bench clean
+.PHONY: run test fast deep live walks chaos storms lint format bench clean
 .DEFAULT_GOAL := run
+
+# Each of the many processes that a job or a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.train
 	$(BIN)/nereus run $(JOB) $(ARGS)
 
-test: fast live
+test: fast deep live
 
 fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
+
+deep: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m "deep and not live" $(ARGS)
 
 live: $(VENV)/.test
 	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)

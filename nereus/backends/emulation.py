@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nereus.config import EmulateConfig
-from nereus.control.collectives import all_reduce_share
+from nereus.control.collectives import all_gather_share, all_reduce_share
 from nereus.control.cost import FUSED_BACKWARD
 from nereus.control.efficiency import OperationClass
 from nereus.core.plan import Layout
@@ -65,6 +65,12 @@ class Speeds:
         on_wire = count * size_bytes * float(all_reduce_share(width))
         return self._messages(kind, on_wire, count * math.ceil(math.log2(width)))
 
+    def all_gather(self, kind: OperationClass, size_bytes: float, width: int) -> Seconds:
+        """Return what it takes until each of ``width`` slots that have a part has all ``size_bytes``."""
+        if width < 2:
+            return NOTHING
+        return self._messages(kind, size_bytes * float(all_gather_share(width)), math.ceil(math.log2(width)))
+
     def send(self, size_bytes: float) -> Seconds:
         """Return what a message to a pipeline neighbour takes."""
         return self._messages(OperationClass.P2P_IN_NODE, size_bytes, 1)
@@ -106,11 +112,11 @@ class TrainingCosts:
         return self.shape.vocab % self.layout.tp == 0
 
     def forward(self, rows: int, width: int) -> Seconds:
-        """Return what the layers take for ``rows`` sequences of ``width`` tokens, and the send to the next rank."""
+        """Return what the layers take for ``rows`` sequences of ``width`` tokens, and the way to the next rank."""
         lookup = float(self.is_first and self.splits_vocabulary)
         return merged(
             self._layers(rows, width, 1.0, 1.0, self.layers * FORWARD_ALL_REDUCES + lookup),
-            NOTHING if self.is_last else self.speeds.send(self._hidden_bytes(rows * width)),
+            self._carried(rows * width, takes=not self.is_first, gives=not self.is_last),
         )
 
     def backward(self, rows: int, width: int, positions: int, recompute: bool) -> Seconds:
@@ -122,7 +128,7 @@ class TrainingCosts:
         sums = self.layers * (BACKWARD_ALL_REDUCES + FORWARD_ALL_REDUCES * again)
         parts = [
             self._layers(rows, width, 2.0 + again, FUSED_BACKWARD + again, sums),
-            NOTHING if self.is_first else self.speeds.send(self._hidden_bytes(rows * width)),
+            self._carried(rows * width, takes=not self.is_last, gives=not self.is_first),
         ]
         if self.is_last:
             parts.append(self._projection(positions, 2.0))
@@ -143,6 +149,14 @@ class TrainingCosts:
     def gradients(self, size_bytes: int, dp: int) -> Seconds:
         """Return what summing the gradient over replicas takes."""
         return self.speeds.all_reduces(OperationClass.GRADIENTS_IN_NODE, size_bytes, dp)
+
+    def _carried(self, tokens: int, *, takes: bool, gives: bool) -> Seconds:
+        """Return what passing hidden states on takes: each tensor rank sends its part, and gathers what it took."""
+        size, tp = self._hidden_bytes(tokens), self.layout.tp
+        return merged(
+            self.speeds.all_gather(OperationClass.ALLREDUCE_IN_NODE, size, tp) if takes else NOTHING,
+            self.speeds.send(size / tp) if gives else NOTHING,
+        )
 
     def _layers(self, rows: int, width: int, products: float, attentions: float, all_reduces: float) -> Seconds:
         shape, tp = self.shape, self.layout.tp

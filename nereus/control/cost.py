@@ -255,14 +255,21 @@ def _add_pipeline(
     backward: bool,
     outermost: bool,
 ) -> None:
-    """Add sending activations, and gradients back, between neighbouring pipeline ranks."""
+    """Add sending activations, and gradients back, between neighbouring pipeline ranks.
+
+    Each tensor rank sends its part, and the tensor ranks that take it gather the whole.
+    """
     stride = setups.tp * (setups.cp * setups.dp if outermost else 1.0)
     in_node = stride * setups.pp <= cluster.slots_per_node
     speed = np.where(in_node, cluster.in_node.bytes_per_s, cluster.cross_node.bytes_per_s)
     start = np.where(in_node, cluster.in_node.latency_s, cluster.cross_node.latency_s)
     hops = np.where(setups.pp > 1, (micro_batches + setups.pp - 2.0) * setups.vp * (2.0 if backward else 1.0), 0.0)
-    wire = tokens * shape.hidden * COMPUTE_BYTES
-    _by_link(work, OperationClass.P2P_IN_NODE, hops * wire / speed, hops * start, ~in_node)
+    whole = tokens * shape.hidden * COMPUTE_BYTES
+    _by_link(work, OperationClass.P2P_IN_NODE, hops * whole / setups.tp / speed, hops * start, ~in_node)
+    ring, crosses = ring_bytes_per_s(cluster, setups.tp, 1.0)
+    wire = all_gather_share(setups.tp) * whole
+    latency = hops * latency_s(cluster, setups.tp, crosses)
+    _by_link(work, OperationClass.ALLREDUCE_IN_NODE, hops * wire / ring, latency, crosses)
 
 
 def _add_update(

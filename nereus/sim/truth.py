@@ -187,15 +187,16 @@ class Truth:
         moved = tokens * 2.0 * (14.0 * shape.hidden + (6.0 * shape.intermediate + 4.0 * shape.hidden) / tp)
         memory = (forwards + 2.0 * backward) * moved / (self._device.bytes_per_s * 0.75)
         starting = (forwards + 2.0 * backward) * KERNELS * self._chip.start_s * np.ones_like(tokens)
-        link, name = self._link(unit.slots[:tp])
+        near, name = self._link(unit.slots[:tp])
+        reduction = OperationClass(f"allreduce/{name}")
         size = tokens * shape.hidden * 2.0
-        reduce = 2.0 * (forwards + backward) * all_reduce_s(self._chip, link.bytes_per_s, link.latency_s, tp, size)
+        reduce = 2.0 * (forwards + backward) * all_reduce_s(self._chip, near.bytes_per_s, near.latency_s, tp, size)
         parts = {
             OperationClass.GEMM: gemm / IN_CONCERT,
             OperationClass.ATTENTION: core / IN_CONCERT,
             OperationClass.MEMORY: memory,
             OperationClass.LAUNCH: starting,
-            OperationClass(f"allreduce/{name}"): reduce,
+            reduction: reduce,
         }
         parts = {kind: seconds * layers for kind, seconds in parts.items()}
         if layout.pp > 1:
@@ -204,6 +205,8 @@ class Truth:
                 link.latency_s + self._chip.link_start_s + size / tp / (link.bytes_per_s * self._chip.link)
             )
             parts[OperationClass(f"p2p/{name}")] = hops
+            gather = (1.0 + backward) * all_reduce_s(self._chip, near.bytes_per_s, near.latency_s, tp, size) / 2.0
+            parts[reduction] += gather  # each tensor rank has received its part
         return parts
 
     def _products(self, tp: int) -> tuple[tuple[float, float], ...]:

@@ -42,6 +42,7 @@ from nereus.transition.cost import traffic
 from nereus.transition.primitive import Destroy, Extend, Merge, Primitive, Replica, Split, TransitionDag
 from nereus.transition.reshard import Move, Piece, TensorSpec, elements, held_to_train, remainder
 from nereus.transition.run import TransitionRun
+from tests.tiers import spread
 
 MODELS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False, "vocab_size": 96}),
@@ -221,7 +222,7 @@ def change(world: World, current: Plan, target: Plan, order: random.Random) -> T
     return run
 
 
-@pytest.mark.parametrize("before", LAYOUTS, ids=str)
+@pytest.mark.parametrize("before", spread(LAYOUTS, 3), ids=str)
 def test_state_survives_any_change_of_layout(before: Layout, blueprints: dict[str, Blueprint], tmp_path: Path) -> None:
     families = list(MODELS)
     for number, after in enumerate(LAYOUTS, LAYOUTS.index(before)):
@@ -236,6 +237,7 @@ def test_state_survives_any_change_of_layout(before: Layout, blueprints: dict[st
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.deep
 @given(
     family=st.sampled_from(sorted(MODELS)),
     steps=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 3)), min_size=2, max_size=4),

@@ -203,6 +203,14 @@ def test_the_best_degrees_differ_between_32_and_256_slots() -> None:
     assert best[0] != best[1]
 
 
+def test_what_pipeline_ranks_send_is_shared_among_tensor_ranks() -> None:
+    whole, cut = work(("t1p4", 1, 1, NONE)), work(("t2p4", 1, 1, NONE))
+    assert of(cut, OperationClass.P2P_IN_NODE) < 0.6 * of(whole, OperationClass.P2P_IN_NODE)
+    alone = work(("t2p1", 1, 1, NONE))
+    # a quarter of the layers is reduced on each rank, and what is received is gathered
+    assert of(cut, OperationClass.ALLREDUCE_IN_NODE) > of(alone, OperationClass.ALLREDUCE_IN_NODE) / 4
+
+
 def test_waiting_for_other_pipeline_ranks_is_no_work_of_a_slot() -> None:
     priced = work(("t1p1", 1, 1, NONE), ("t1p4", 1, 1, NONE))
     whole, cut = (priced.busy_s(index) for index in range(2))

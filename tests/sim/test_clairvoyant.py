@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
 from simulated import SHAPE, job, problems, simulate
 
 from nereus.bus.messages import GroupSpec
@@ -16,6 +17,8 @@ from nereus.sim.policies.clairvoyant import Clairvoyant, _Prices, course
 from nereus.sim.policy import Given, Known
 from nereus.sim.trace import StepLengths, StepSupply, Trace
 from nereus.sim.truth import Truth
+
+pytestmark = pytest.mark.deep
 
 TURNING = Trace(
     "turning",

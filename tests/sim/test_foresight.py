@@ -18,6 +18,8 @@ from nereus.sim.stages import Stages, sample_of
 from nereus.sim.synchronous import run_synchronous
 from nereus.sim.trace import StepLengths, StepSupply, Supply, Trace
 
+pytestmark = pytest.mark.deep
+
 LENGTHS = (StepLengths(800, 1000), StepLengths(900, 1100), *[StepLengths(1800, 2100)] * 5)
 TRACE = Trace("growing", "test", LENGTHS, step_supply=(StepSupply(0, 8), StepSupply(3, 16)))
 JOB = SynchronousJob(

@@ -13,6 +13,7 @@ from nereus.runtime.regroup import StateLost
 from nereus.sim.course import Failures
 from nereus.sim.policy import Given
 from nereus.sim.trace import Failure, StepLengths, StepSupply, Supply, Trace
+from tests.tiers import spread
 
 
 def test_equal_seeds_give_byte_identical_journals_and_other_seeds_do_not(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_a_slot_that_fails_costs_time_and_no_sample(tmp_path: Path, kind: str) -
     assert problems(tmp_path, job()) == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", spread(range(4), 1))
 def test_a_storm_of_failures_loses_and_repeats_nothing(tmp_path: Path, seed: int) -> None:
     outcome, _ = simulate(job(steps=20), tmp_path, seed=seed, failures=Failures(mtbf_s=150.0))
     assert outcome.finished

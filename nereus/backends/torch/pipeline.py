@@ -3,6 +3,10 @@
 Owner: the trainer. One pipeline rank: a plain loop. More: torch's 1F1B schedule over micro-batches of one shape, with
 shapes declared up front (otherwise torch exchanges pickled metadata), gradients summed and never scaled.
 
+All tensor ranks of a pipeline rank hold the same hidden states, so each sends its part to its neighbour, and the
+neighbours gather the whole: what crosses between nodes is one copy and not one for every tensor rank. Gradients go back
+in the same way.
+
 The consumer is called with (hidden states, number of the micro-batch) on the last pipeline rank alone, in order.
 """
 
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from nereus.backends.torch.metering import Meter
 from nereus.backends.torch.model import StageModel
@@ -29,6 +33,7 @@ class Pipeline:
         self,
         stage: StageModel,
         group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None,
         pp: int,
         pp_rank: int,
         *,
@@ -39,6 +44,7 @@ class Pipeline:
         self._stage = stage
         self._meter = meter
         self._group = group
+        self._tp_group = tp_group if tp_group is not None and hidden % tp_group.size() == 0 else None
         self._pp = pp
         self._pp_rank = pp_rank
         self._hidden = hidden
@@ -91,19 +97,74 @@ class Pipeline:
             return self._schedule[2]
         ids = torch.empty(rows, width, dtype=torch.int64, device="meta")
         hidden = torch.empty(rows, width, self._hidden, dtype=self._dtype, device="meta", requires_grad=backward)
+        passed, carried = hidden, self._stage
+        if self._tp_group is not None:
+            passed = hidden.new_empty(hidden.numel() // self._tp_group.size(), requires_grad=backward)
+            carried = _Carried(self._stage, self._tp_group, hidden.shape)
         device = next(self._stage.parameters()).device
         stage = _metered_stage(self._meter)(
-            self._stage,
+            carried,
             self._pp_rank,
             self._pp,
             device,
-            input_args=(ids if self._stage.first else hidden,),
-            output_args=(hidden,),
+            input_args=(ids if self._stage.first else passed,),
+            output_args=(hidden if self._stage.last else passed,),
             group=self._group,
         )
         schedule = Schedule1F1B(stage, count, loss_fn=self._consume, scale_grads=False)
         self._schedule = (key, backward, schedule)
         return schedule
+
+
+class _Carried(nn.Module):  # type: ignore[misc]
+    """A stage that takes and gives a part of its hidden states, flat, on every tensor rank."""
+
+    def __init__(self, stage: StageModel, group: dist.ProcessGroup, shape: torch.Size) -> None:
+        super().__init__()
+        self._stage = stage
+        self._group = group
+        self._shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x if self._stage.first else _Gather.apply(x, self._group).view(self._shape)
+        result: Tensor = self._stage(whole)
+        return result if self._stage.last else _Part.apply(result, self._group)
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    """The whole from everybody's part; backward, this rank's part of a gradient that is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _part(gradient, ctx.group), None
+
+
+class _Part(torch.autograd.Function):  # type: ignore[misc]
+    """This rank's part of what is the same on all ranks; backward, the whole gradient from everybody's part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, whole.shape
+        return _part(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gathered(gradient, ctx.group).view(ctx.shape), None
+
+
+def _part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.reshape(-1).chunk(group.size())[group.rank()].clone()
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = part.new_empty(part.numel() * group.size())
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
 
 
 def _metered_stage(meter: Meter) -> Any:

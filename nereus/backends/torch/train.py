@@ -255,6 +255,7 @@ class TorchTrainer:
         pipeline = Pipeline(
             stage,
             groups.pp,
+            groups.tp,
             layout.pp,
             place.pp_rank,
             hidden=model.config.hidden_size,
