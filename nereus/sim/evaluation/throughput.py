@@ -50,11 +50,8 @@ _ASSUMES = (
     "trainers of one slot with ZeRO-3, slots dealt in eighths. Both baselines try all their placements on the first "
     "step in the simulated truth, which favours them; Nereus asks its planner, which has priors only and begins to "
     "learn from measured steps after the fourth. Where Nereus is slower: its plans never let members of one phase "
-    "take turns on the same slots, as verl does, which costs it some of inference; and its planner prices a "
-    "pipeline over nodes as this project's trainers run it, every tensor rank sending the whole activation through "
-    "its own share of the network, while the simulated world sends a part from each, as verl's Megatron trainers "
-    "can. So on the slow network between H200 nodes it neither tries nor learns of the deep pipelines that a sweep "
-    "in the truth finds. Ratios are of mean seconds of a step, changes of the plan included."
+    "take turns on the same slots, as verl does, which costs it some of inference. Ratios are of mean seconds of a "
+    "step, changes of the plan included."
 )
 
 
