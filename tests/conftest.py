@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -27,3 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "walk_seed" in metafunc.fixturenames:
         metafunc.parametrize("walk_seed", range(metafunc.config.getoption("--seeds")))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of the garbage collector's sight, which would go through it again in every test."""
+    gc.collect()
+    gc.freeze()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 
+from nereus.actors.slot import LATE
 
-def run_slots(slots: Iterable[int], work: Callable[[int], None]) -> None:
-    """Run ``work(slot)`` in one process per slot and print the exit codes as a JSON list, in the order of the slots."""
+
+def run_slots(slots: Iterable[int], work: Callable[[int], None], modules: Iterable[str] = LATE) -> None:
+    """Run ``work(slot)`` in one process per slot and print the exit codes as a JSON list, in the order of the slots.
+
+    ``modules`` are those that slots would import late, every one for itself.
+    """
+    for module in modules:
+        importlib.import_module(module)
     children = []
     for slot in slots:
         child = os.fork()

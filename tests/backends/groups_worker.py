@@ -70,7 +70,7 @@ def live(folder: Path, slot: int, address: str) -> None:
 
 
 def main() -> None:
-    run_slots(SLOTS, lambda slot: live(Path(sys.argv[1]), slot, sys.argv[2]))
+    run_slots(SLOTS, lambda slot: live(Path(sys.argv[1]), slot, sys.argv[2]), modules=())
 
 
 if __name__ == "__main__":

@@ -49,9 +49,16 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 
 
+@functools.cache
+def named(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes that name something that can be bad, found once for all rules."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Name, ast.keyword)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, what) for everything that would run code found in data, or a shell."""
-    for node in ast.walk(tree):
+    for node in named(tree):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, name.name) for name in names if name.name.split(".")[0] in UNSAFE_MODULES)
@@ -75,7 +82,7 @@ def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def environment(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, what) wherever the process environment is read."""
-    for node in ast.walk(tree):
+    for node in named(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr=attr) if attr in ENVIRONMENT:
                 yield node.lineno, f"os.{attr}"

@@ -63,7 +63,9 @@ def test_what_runs_is_priced_as_the_list_prices_it_and_beyond() -> None:
     listed = ways(PRICING, POLICY_TRAINING, lambda layout, dp: Replication(dp, layout) == replication)
     same = {(one.micro_batch, one.recompute): one for one in exact}
     for one in listed:
-        assert same[one.micro_batch, one.recompute] == one
+        priced = same[one.micro_batch, one.recompute]
+        assert priced.seconds == pytest.approx(one.seconds, rel=1e-12)  # sums over longer lists are rounded otherwise
+        assert replace(priced, seconds=one.seconds) == one
     uneven = as_replicated(PRICING, POLICY_TRAINING, Replication(3, Layout(4, 1)))
     assert uneven and all((one.dp, one.layout) == (3, Layout(4, 1)) for one in uneven)
     assert not ways(PRICING, POLICY_TRAINING, lambda layout, dp: dp == 3)

@@ -28,6 +28,8 @@ from nereus.sim.policy import AsStated, Circumstances
 from nereus.sim.serving import Finishing, Serving
 from nereus.sim.trace import StepLengths, Trace
 
+pytestmark = pytest.mark.deep
+
 GROWING = Trace("growing", "test", steps=tuple(StepLengths(300 + 40 * n, 600 + 90 * n) for n in range(24)))
 
 

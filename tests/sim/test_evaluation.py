@@ -19,6 +19,8 @@ from nereus.sim.jobfile import synchronous_job
 from nereus.sim.storm import storm, storm_job
 from nereus.sim.trace import load_trace
 
+pytestmark = pytest.mark.deep
+
 JOB = Path(__file__).parents[2] / "launchers" / "simulated" / "grpo_8b.toml"
 
 

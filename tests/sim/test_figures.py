@@ -11,6 +11,8 @@ from nereus.runtime.journal import read_journal
 from nereus.sim.figures import figures
 from nereus.sim.simulation import Failures
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.parametrize("failures", [Failures(), Failures(mtbf_s=150.0)])
 def test_every_trained_group_is_counted_and_time_adds_up(tmp_path: Path, failures: Failures) -> None:

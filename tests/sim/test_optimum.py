@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from nereus.sim.evaluation.optimum import optimum_job, steady, told
 from nereus.sim.noise import Noise
 from nereus.sim.optimum import compared
 from nereus.sim.stages import Stages, sample_of
+
+pytestmark = pytest.mark.deep
 
 
 def test_no_choice_is_faster_than_the_best_and_both_were_executed_in_truth() -> None:

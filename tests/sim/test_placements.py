@@ -16,6 +16,8 @@ from nereus.sim.stages import Sampled, Stages
 from nereus.sim.synchronous import run_synchronous
 from nereus.sim.trace import StepLengths, Trace
 
+pytestmark = pytest.mark.deep
+
 STEADY = Trace("steady", "test", (StepLengths(500, 800),))
 
 

@@ -8,6 +8,8 @@ from nereus.sim.policies.restart import Growth, Pipes, System, fixed_s, moving_s
 from nereus.sim.policies.whole_restart import WholeRestart
 from nereus.sim.storm import storm, storm_job
 
+pytestmark = pytest.mark.deep
+
 GROWTH = Growth(2, 4, 200e9, 400e9)
 
 

@@ -65,7 +65,7 @@ def test_slots_that_come_and_go_by_time_are_followed(tmp_path: Path) -> None:
     assert min(len([slot for slot in plan.slots() if slot < 4000]) for plan in watched.plans) <= 10
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang", "reclaim"])
+@pytest.mark.parametrize("kind", spread(["kill", "hang", "reclaim"], 1))
 def test_a_slot_that_fails_costs_time_and_no_sample(tmp_path: Path, kind: str) -> None:
     failures = tuple(Failure(90.0 + 130.0 * n, slot, kind) for n, slot in enumerate((0, 9, 5)))  # type: ignore[arg-type]
     outcome, _ = simulate(job(steps=14), tmp_path, trace=Trace(kind, "test", failures=failures))

@@ -23,6 +23,8 @@ from nereus.sim.policy import Given
 from nereus.sim.serving import Serving, Unit
 from nereus.sim.trace import StepLengths, Trace
 
+pytestmark = pytest.mark.deep
+
 TOLERANCE = 0.27
 STEPS = 24
 SETTLED = range(8, 20)

@@ -19,6 +19,8 @@ from nereus.sim.policies.fixed_dp import FixedDP
 from nereus.sim.synchronous import run_synchronous
 from nereus.sim.trace import StepLengths, StepSupply, Trace
 
+pytestmark = pytest.mark.deep
+
 GROWING = Trace("growing", "test", (StepLengths(800, 1200),), step_supply=(StepSupply(0, 8), StepSupply(3, 16)))
 JOB = SynchronousJob(
     cluster=load_cluster("a100-64g-256", 16), model=load_model("llama-3.1-8b"), steps=7, prompts=128, calibrate_steps=99

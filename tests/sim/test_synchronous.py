@@ -14,6 +14,7 @@ from nereus.sim.job import SynchronousJob
 from nereus.sim.policy import Nereus
 from nereus.sim.synchronous import SynchronousRun, run_synchronous
 from nereus.sim.trace import Failure, StepLengths, StepSupply, Trace
+from tests.tiers import spread
 
 STEADY = Trace("steady", "test", steps=(StepLengths(800, 1200),), step_supply=(StepSupply(0, 8),))
 GROWING = Trace("growing", "test", (StepLengths(800, 1200),), step_supply=(StepSupply(0, 8), StepSupply(3, 16)))
@@ -67,7 +68,7 @@ def test_slots_that_go_are_left_before_the_next_step_and_nothing_is_lost() -> No
     assert [taken.slots for taken in done.steps] == [16, 16, 16, 8, 8, 8]
 
 
-@pytest.mark.parametrize("kind", ["kill", "reclaim", "hang"])
+@pytest.mark.parametrize("kind", spread(["kill", "reclaim", "hang"], 1))
 def test_a_slot_that_fails_costs_its_step_and_the_run_goes_on(kind: str) -> None:
     failing = Trace("failing", "test", (StepLengths(800, 1200),), failures=(Failure(30.0, 9, kind),))  # type: ignore[arg-type]
     done = run(job(), failing)

@@ -61,7 +61,7 @@ def _at(*kills: tuple[float, str]) -> Callable[[World], None]:
 
 
 @pytest.mark.parametrize("moment", spread(range(16), 2))
-@pytest.mark.parametrize("victim", ["slot-0", "slot-1"])
+@pytest.mark.parametrize("victim", spread(["slot-0", "slot-1"], 1))
 def test_a_lost_trainer_costs_at_most_the_step_in_flight(tmp_path: Path, victim: str, moment: int) -> None:
     config = _job(tmp_path, "d2t1p1")
     outcome, _ = _run(lambda: World(config, tmp_path), _at((3.0 + 0.17 * moment, victim)))
@@ -107,7 +107,7 @@ def test_when_no_unit_is_whole_any_more_only_a_checkpoint_helps(tmp_path: Path) 
         _run(lambda: World(config, tmp_path), _at((5.0, "slot-1")))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", spread([0, 1], 1))
 @pytest.mark.parametrize(
     "pair",
     spread([("slot-0", "slot-2"), ("slot-2", RELAY), ("slot-0", RELAY), ("slot-1", RELAY), ("slot-2", REWARD)], 2),

@@ -41,7 +41,7 @@ def _announced(make: Callable[[], World]) -> Callable[[], World]:
 
 
 @pytest.mark.parametrize("moment", spread(range(20), 2))
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", spread([0, 2], 1))
 def test_a_killed_supervisor_costs_nothing_but_what_was_being_generated(
     tmp_path: Path, staleness: int, moment: int
 ) -> None:
@@ -76,8 +76,8 @@ def test_a_step_that_only_the_trainers_know_of_is_neither_lost_nor_made_twice(tm
     assert _readopted(tmp_path)[0].completed
 
 
-@pytest.mark.parametrize("victim", [RELAY, "slot-0", "slot-1", "slot-2"])
-@pytest.mark.parametrize("after_s", [-0.1, 0.1])
+@pytest.mark.parametrize("victim", spread([RELAY, "slot-0", "slot-1", "slot-2"], 2))
+@pytest.mark.parametrize("after_s", spread([-0.1, 0.1], 1))
 def test_a_worker_that_dies_with_the_supervisor_is_replaced(tmp_path: Path, victim: str, after_s: float) -> None:
     config = _job(tmp_path, "d2t1p1")
 

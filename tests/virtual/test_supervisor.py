@@ -75,7 +75,7 @@ def _trained(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("interrupt", ["keep", "wait"])
+@pytest.mark.parametrize("interrupt", spread(["keep", "wait"], 1))
 def test_a_run_trains_every_group_once_and_within_the_bound(tmp_path: Path, staleness: int, interrupt: str) -> None:
     config = _config(tmp_path, staleness=staleness, interrupt=interrupt)
     outcome, world = _run(lambda: World(config, tmp_path))
@@ -153,7 +153,7 @@ def _origin(folder: Path) -> Origin:
     return Origin(newest, model_files(folder), extra["step"], extra["version"], cursor)
 
 
-@pytest.mark.parametrize("victim_step", [5, 7, 11])
+@pytest.mark.parametrize("victim_step", spread([5, 7, 11], 1))
 def test_a_resumed_run_neither_skips_nor_repeats_a_group(tmp_path: Path, victim_step: int) -> None:
     config = _config(tmp_path, steps=16, staleness=2, every=3)
 
@@ -174,7 +174,7 @@ def test_a_resumed_run_neither_skips_nor_repeats_a_group(tmp_path: Path, victim_
     assert max(metrics["staleness/max"] for _, metrics in world.steps) <= 2
 
 
-@pytest.mark.parametrize("after_s", [0.1, 1.0, 4.0, 8.0])
+@pytest.mark.parametrize("after_s", spread([0.1, 1.0, 4.0, 8.0], 2))
 def test_an_interrupt_drains_to_a_checkpoint_of_the_last_step(tmp_path: Path, after_s: float) -> None:
     config = _config(tmp_path, steps=500)
 
