@@ -40,6 +40,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.deep
 def test_equal_words_give_equal_figures(compared: Path) -> None:
     one, two = (_figures(compared / name) for name in ("one", "two"))
     assert (one["policies"], one["runs"]) == (two["policies"], two["runs"])

@@ -202,6 +202,7 @@ def test_spare_slots_go_to_the_next_slowest() -> None:
     assert isinstance(answer, Solution) and [one.dp for one in answer.candidates] == [4, 4]
 
 
+@pytest.mark.deep
 def test_alternatives_keep_model_stages_as_they_are_within_the_limit() -> None:
     met = 0
     for seed in range(60):

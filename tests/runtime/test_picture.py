@@ -39,6 +39,7 @@ def test_plans_units_changes_and_losses_are_named() -> None:
         assert text in found, text
 
 
+@pytest.mark.deep
 def test_text_that_has_no_room_is_shortened_and_then_left_out() -> None:
     story = Story().starts("d2t1p1", "d1t1p1", range(4)).trains(*[1.0] * 20)
     for train in itertools.islice(itertools.cycle(["d1t2p1", "d2t1p1"]), 60):
@@ -50,6 +51,7 @@ def test_text_that_has_no_room_is_shortened_and_then_left_out() -> None:
     assert "train/0  t1p1" in found and "train/3  t2p1" not in found
 
 
+@pytest.mark.deep
 def test_any_number_of_slots_stays_on_one_page_and_a_plain_run_is_small() -> None:
     runs = (
         Story().starts("d2t1p1", "d2t1p1", range(4)).trains(1.0, 1.0),

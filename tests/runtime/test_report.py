@@ -135,6 +135,7 @@ def test_samples_are_found_in_folders_too_and_sorted_by_step(tmp_path: Path) -> 
     assert [sample.step for sample in read_samples(tmp_path)] == [2, 10]
 
 
+@pytest.mark.deep
 def test_plan_changes_are_drawn_and_listed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     story = Story().starts("d2t1p1", "d1t1p1", range(3)).trains(1.0, 1.0, 1.0)
@@ -166,11 +167,13 @@ def test_a_run_without_any_step_still_gets_a_page(tmp_path: Path) -> None:
     assert "nan" not in page.text
 
 
+@pytest.mark.deep
 def test_a_single_step_is_drawn_without_a_warning() -> None:
     pytest.importorskip("matplotlib")
     assert "Reward" in [title for title, _ in plots([row(1)])]
 
 
+@pytest.mark.deep
 def test_skipped_steps_leave_gaps_not_errors() -> None:
     pytest.importorskip("matplotlib")
     rows = [row(1), row(2, **{"optim/grad_norm": math.nan, "reward/mean": math.nan}), row(3)]

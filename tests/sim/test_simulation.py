@@ -39,6 +39,7 @@ def test_what_groups_are_like_depends_on_no_plan(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.deep
 def test_units_of_several_slots_generate_and_the_controller_watches_them(tmp_path: Path) -> None:
     growing = Trace("growing", "test", steps=tuple(StepLengths(300 + 40 * n, 500 + 70 * n) for n in range(24)))
     outcome, watched = simulate(job(steps=24, train="d1t4p2"), tmp_path, trace=growing)
@@ -57,6 +58,7 @@ def test_slots_that_come_and_go_by_steps_are_followed(tmp_path: Path) -> None:
     assert min(used) <= 8 < used[-1]
 
 
+@pytest.mark.deep
 def test_slots_that_come_and_go_by_time_are_followed(tmp_path: Path) -> None:
     supply = (Supply(0.0, 16), Supply(150.0, 10), Supply(600.0, 16))
     outcome, watched = simulate(job(steps=30), tmp_path, trace=Trace("spot", "test", supply=supply))
@@ -80,6 +82,7 @@ def test_a_storm_of_failures_loses_and_repeats_nothing(tmp_path: Path, seed: int
     assert problems(tmp_path, job()) == []
 
 
+@pytest.mark.deep
 def test_a_plan_that_nothing_leads_away_from_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     config = job(train="d4t1p2", steps=10)
     with pytest.raises(StateLost, match="peaked at"):

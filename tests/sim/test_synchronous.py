@@ -41,6 +41,7 @@ def test_phases_follow_each_other_and_add_up_to_the_step(algorithm: Algorithm) -
     assert done.virtual_s == pytest.approx(sum(taken.seconds for taken in done.steps))
 
 
+@pytest.mark.deep
 def test_equal_seeds_give_byte_identical_journals_and_others_do_not(tmp_path: Path) -> None:
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
         run(job(), GROWING, seed=seed, journal=tmp_path / name)

@@ -76,6 +76,7 @@ def test_a_pool_that_shrinks_is_left_in_time_and_used_again_when_it_grows(tmp_pa
     assert world.plans
 
 
+@pytest.mark.deep
 def test_a_step_that_does_not_fit_changes_the_plan_and_is_made_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
