@@ -13,7 +13,7 @@ from nereus.configuration.load import load_job
 from nereus.sim.evaluation.drift import drift_job
 from nereus.sim.evaluation.figures import PAPER, Figure, Section, paper, paper_figures
 from nereus.sim.evaluation.jobs import base_job
-from nereus.sim.evaluation.long_run import shortened
+from nereus.sim.evaluation.long_run import enlarged, shortened
 from nereus.sim.evaluation.sections import SECTIONS, Measured, document
 from nereus.sim.jobfile import synchronous_job
 from nereus.sim.storm import storm, storm_job
@@ -87,6 +87,9 @@ def test_a_shortened_trace_goes_the_same_way() -> None:
     assert len(short.steps) == 50
     assert [one.slots for one in short.step_supply] == [32, 64, 128, 256, 512, 1024]
     assert short.lengths_at(0) == trace.lengths_at(0)
+    large = enlarged(short, 4)
+    assert [one.slots for one in large.step_supply] == [128, 256, 512, 1024, 2048, 4096]
+    assert (large.steps, large.step_supply[3].at_step) == (short.steps, short.step_supply[3].at_step)
 
 
 def test_equal_storms_go_equally_and_can_be_ended_early() -> None:

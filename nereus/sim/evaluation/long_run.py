@@ -13,6 +13,7 @@ from nereus.core.profiles import load_model
 from nereus.runtime.schedule import Planning
 from nereus.runtime.searching import Answered, Asked, Searcher
 from nereus.sim.comparing import run_under
+from nereus.sim.comparison import RunResult
 from nereus.sim.evaluation.figures import Figure, Section, paper
 from nereus.sim.evaluation.jobs import base_job, sized
 from nereus.sim.policy import Circumstances, Nereus
@@ -64,30 +65,46 @@ def shortened(trace: Trace, times: int) -> Trace:
     return replace(trace, steps=trace.steps[::times], step_supply=supply)
 
 
-def section(*, quick: bool) -> Section:
-    """Return shares and overheads; ``quick`` goes through the same growth in fewer steps."""
-    trace = load_trace("paper-growth")
-    times = SHORTENED if quick else 1
+def enlarged(trace: Trace, times: int) -> Trace:
+    """Return the same course with ``times`` times as many slots."""
+    return replace(trace, step_supply=tuple(StepSupply(one.at_step, one.slots * times) for one in trace.step_supply))
+
+
+def _grown(times: int, larger: int) -> tuple[RunResult, list[float], float]:
+    """Return a run of ``1 / times`` of the steps on ``larger`` times the slots, and what decisions and all of it took.
+
+    It begins with so many times the replicas, too.
+    """
     config = sized(
         base_job(),
         profile="mi250x-1024",
-        slots=1024,
-        train="d2t4p2",
-        rollout="d4t4p1",
+        slots=1024 * larger,
+        train=f"d{2 * larger}t4p2",
+        rollout=f"d{4 * larger}t4p1",
         steps=STEPS // times,
         longest=8192,
     )
+    trace = enlarged(shortened(load_trace("paper-growth"), times), larger)
     policy, began = Timed(took_s=[]), time.process_time()
     with tempfile.TemporaryDirectory() as made:
-        result = run_under(
-            config, load_model(config.model.path), shortened(trace, times), policy, 0, Path(made) / "run"
-        )
-    cpu_s = time.process_time() - began
-    total_s, took = sum(result.latency_s), policy.took_s or [0.0]
+        result = run_under(config, load_model(config.model.path), trace, policy, 0, Path(made) / "run")
+    return result, policy.took_s or [0.0], time.process_time() - began
+
+
+def _simulating(slots: int, result: RunResult, took_s: list[float], cpu_s: float) -> Figure:
+    ended = f"{len(result.latency_s)} steps; {result.failure or 'ended well'}; longest decision {max(took_s):.2f} s"
+    return Figure(what=f"simulating it, up to {slots:,} slots, processor time", ours=cpu_s, unit="s", note=ended)
+
+
+def section(*, quick: bool) -> Section:
+    """Return shares and overheads; ``quick`` goes through the same growth in fewer steps."""
+    times = SHORTENED if quick else 1
+    result, took, cpu_s = _grown(times, 1)
+    total_s = sum(result.latency_s)
     changes = [switch for switch in result.switches if switch.ok]
     in_them = result.transition_s
     theirs_total, theirs_in = (paper("long_run", "nereus", name) for name in ("run_total", "transition_total"))
-    figures = (
+    figures: tuple[Figure, ...] = (
         Figure(
             what="transitions",
             paper=paper("long_run", "nereus", "transitions"),
@@ -124,13 +141,10 @@ def section(*, quick: bool) -> Section:
             unit="MiB",
             note="supervisor and the whole simulated world together",
         ),
-        Figure(
-            what="simulating it, processor time",
-            ours=cpu_s,
-            unit="s",
-            note=f"{len(result.latency_s)} steps; {result.failure or 'ended well'}",
-        ),
+        _simulating(1024, result, took, cpu_s),
     )
+    if not quick:
+        figures += (_simulating(4096, *_grown(times, 4)),)
     short = (
         f" Quick: the same growth in {STEPS // times} steps, so growth comes {times} times as often." if quick else ""
     )
