@@ -29,7 +29,7 @@ fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
 
 deep: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "deep and not live" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "deep and not (live or slow or chaos or gpu)" $(ARGS)
 
 live: $(VENV)/.test
 	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)

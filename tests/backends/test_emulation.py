@@ -98,6 +98,17 @@ def test_collectives_are_paid_where_they_are_made() -> None:
     assert first[OperationClass.P2P_IN_NODE] == last[OperationClass.P2P_IN_NODE] == pytest.approx(hidden / 0.5e9)
 
 
+def test_tensor_ranks_send_their_parts_and_gather_what_they_took() -> None:
+    whole, cut = costs(1, 2, 0).forward(2, 16), costs(2, 2, 0).forward(2, 16)
+    assert cut[OperationClass.P2P_IN_NODE] == pytest.approx(whole[OperationClass.P2P_IN_NODE] / 2)
+    hidden = 2 * 16 * SHAPE.hidden * 4
+    taking, giving = costs(2, 2, 1).forward(2, 16), costs(2, 2, 0).forward(2, 16)
+    looked_up = hidden / 0.5e9  # an all-reduce over two slots, of the first rank's embeddings
+    gathered = hidden / 2 / 0.5e9
+    kind = OperationClass.ALLREDUCE_IN_NODE
+    assert taking[kind] - gathered == pytest.approx(giving[kind] - looked_up)
+
+
 def test_a_vocabulary_that_does_not_divide_is_paid_whole() -> None:
     odd = TrainingCosts(SPEEDS, ModelShape(4, 64, 8, 4, 8, 128, 257, 512), Layout(2, 1), 0, 4)
     whole = TrainingCosts(SPEEDS, ModelShape(4, 64, 8, 4, 8, 128, 257, 512), Layout(1, 1), 0, 4)
