@@ -230,6 +230,8 @@ class _Assembly:
             store = await self._start_store(processes, plan)
             observer = RunObserver(config, folder, self._display)
             stack.callback(observer.close)
+            if takeover is not None:
+                observer.taken_over(takeover.step, takeover.version)
             supervisor = Supervisor(
                 config,
                 plan,

@@ -35,6 +35,7 @@ class RunObserver:
         self._display = display
         before = read_metrics(folder.metrics)
         self._wall_before = before[-1]["wall_s"] if before else 0.0
+        self._last_written = int(before[-1]["step"]) if before else 0
         self._began = self._now()
         self._plan: Plan | None = None
         self._transitions = int(before[-1].get("plan/transitions", 0)) if before else 0
@@ -43,6 +44,14 @@ class RunObserver:
         self._moving_since = 0.0
         trackers = [lambda: TensorBoard(folder.tensorboard)] if config.track.tensorboard else []
         self._metrics = MetricsWriter(folder.metrics, trackers)
+
+    def taken_over(self, step: int, version: int) -> None:
+        """Note that ``step`` steps are done, after which there is ``version``.
+
+        The supervisor before may have been killed before it wrote the last one's figures: a step has a line anyway.
+        """
+        if step > self._last_written:
+            self._metrics.write(step, version - 1, self._wall_before, {"plan/transitions": self._transitions})
 
     def step(self, report: StepReport, metrics: dict[str, float]) -> None:
         wall_s = self._wall_before + self._now() - self._began

@@ -59,3 +59,22 @@ def test_plan_changes_are_counted_and_timed(tmp_path: Path) -> None:
     assert "plan 0: train d2t1p1 · generate d1t1p1" in text and "plan 1: train d1t2p1 · generate d1t1p1" in text
     assert "to train d1t2p1 · generate d1t1p1: waiting for the weight-sync point" in text
     assert "step 2/" in text and "plan 1\n" in text
+
+
+def test_a_step_whose_figures_were_lost_with_the_supervisor_has_a_line(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "demo")
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+
+    async def attempt(done: int, steps: range) -> None:
+        observer = RunObserver(JobConfig(), folder, make_display(console, run="demo", steps=20))
+        observer.taken_over(done, done)
+        for step in steps:
+            observer.step(report(step), {"reward/mean": 0.5})
+        observer.close()
+
+    run_virtual(attempt(0, range(3)))
+    run_virtual(attempt(4, range(4, 6)))
+    run_virtual(attempt(6, range(6, 7)))
+    rows = read_metrics(folder.metrics)
+    assert [(row["step"], row["version"]) for row in rows] == [(step + 1, step) for step in range(7)]
+    assert [int(row["step"]) for row in rows if "reward/mean" not in row] == [4]
