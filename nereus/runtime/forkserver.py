@@ -113,6 +113,7 @@ class _Server:
     """The children of one fork server, and who is served."""
 
     def __init__(self, listener: socket.socket, place: Path, orphan_s: float) -> None:
+        listener.listen()  # again, here: from now on the kernel names this process to whoever connects
         self._listener = listener
         self._place = place
         self._orphan_s = orphan_s

@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -32,6 +33,8 @@ START_S = 120.0
 STOP_S = 10.0
 _ANSWER_S = 30.0
 """How long a server that was left alone may take to say what it has: it may still be importing."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket (unix(7), SO_PEERCRED)."""
 
 
 class Exited(Struct, frozen=True):
@@ -74,6 +77,8 @@ class LocalProcesses:
         self._services: set[str] = set()
         self._gone = asyncio.Event()
         self._lost = ""
+        self._peer = 0
+        """The pid of the server, as the kernel knows it."""
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
 
     @property
@@ -110,7 +115,10 @@ class LocalProcesses:
             await self._connect()
 
     async def adopt(self) -> bool:
-        """Take over the server that an earlier supervisor has left behind; return whether there is one."""
+        """Take over the server that an earlier supervisor has left behind; return whether there is one.
+
+        One that does not answer in time, such as one that is stopped, is ended: it would neither serve nor leave.
+        """
         try:
             await self._connect()
         except OSError:
@@ -118,7 +126,11 @@ class LocalProcesses:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await asyncio.shield(self._serving)
-        except (TimeoutError, NereusError):
+        except TimeoutError:
+            self._end_mute()
+            await self.abandon()
+            return False
+        except NereusError:
             await self.abandon()
             return False
         return True
@@ -147,6 +159,13 @@ class LocalProcesses:
                 await orders.wait_closed()
         self._running.clear()
 
+    def _end_mute(self) -> None:
+        """Kill the server at the other end of the connection; the kernel kills its children."""
+        with contextlib.suppress(OSError):  # gone meanwhile
+            words = Path(f"/proc/{self._peer}/cmdline").read_bytes().split(b"\0")
+            if os.fsencode(self._place) in words:  # the kernel names who has begun to listen: its supervisor, at first
+                os.kill(self._peer, signal.SIGKILL)
+
     async def _connect(self) -> None:
         """Become the supervisor that the server serves; ``OSError`` if there is no server."""
         connection = socket.socket(socket.AF_UNIX)
@@ -154,6 +173,8 @@ class LocalProcesses:
             connection.setblocking(False)
             with _reachable(self._place) as path:
                 connection.connect(path)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            self._peer, _, _ = _CREDENTIALS.unpack(credentials)
         except BaseException:
             connection.close()
             raise

@@ -177,6 +177,27 @@ def test_a_fresh_server_ends_the_one_that_was_left(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_server_that_is_stopped_is_ended_and_its_children_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nereus.runtime.processes._ANSWER_S", 0.3)
+
+    async def main() -> None:
+        former, pid = await _orphans(tmp_path, LIMIT_S)
+        assert former._child is not None
+        former._child.send_signal(signal.SIGSTOP)
+        watch = os.pidfd_open(pid)
+        processes = LocalProcesses(tmp_path)
+        assert await processes.adopt() is False
+        assert select.select([watch], [], [], LIMIT_S)[0]
+        os.close(watch)
+        _wait_for(former)
+        assert await processes.start("slow", ["http.server", "--bind", "127.0.0.1", "0"]) != pid
+        await processes.stop(grace_s=LIMIT_S)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("gone", ["the folder", "the time", "the children"])
 def test_a_server_that_nobody_takes_over_leaves(tmp_path: Path, gone: str) -> None:
     async def main() -> None:
