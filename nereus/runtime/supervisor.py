@@ -854,7 +854,7 @@ class Supervisor:
         """Count the step in flight as made, or take it back."""
         training = self._training
         if regrouped.step not in (self._step, self._step + (training is not None)):
-            raise RunFailed(f"the trainers stand before step {regrouped.step}, the run before step {self._step}")
+            raise StateLost(f"the trainers stand before step {regrouped.step}, the run before step {self._step}")
         if training is None:
             return
         if regrouped.step == self._step:
