@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
 FAST := not deep and not live and not slow and not chaos and not gpu
+DEEP := deep and not live and not slow and not chaos and not gpu
 LIVE := (live or slow or chaos) and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
          nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
@@ -29,7 +30,7 @@ fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
 
 deep: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "deep and not (live or slow or chaos or gpu)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(DEEP)" $(ARGS)
 
 live: $(VENV)/.test
 	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)

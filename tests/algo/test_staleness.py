@@ -158,7 +158,7 @@ class World:
         self.complete()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 4), st.integers(1, 4))
 def test_bound_exactly_once_and_progress(seed: int, groups_per_step: int, staleness: int, owners: int) -> None:
     rng = random.Random(seed)

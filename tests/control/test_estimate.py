@@ -58,7 +58,7 @@ def _facts(train_s: float, generate_s: float, response: int = 16, **more: object
     tp=st.sampled_from((1, 2)),
     dp=st.sampled_from((1, 2)),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_predictions_of_what_runs_come_to_what_was_measured(
     train_s: float, generate_s: float, tp: int, dp: int
 ) -> None:

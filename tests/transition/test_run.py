@@ -40,7 +40,7 @@ from tests.transition.journeys import (
 )
 
 T1, T2 = Layout(1, 1), Layout(2, 1)
-quick = settings(deadline=None, max_examples=40)
+quick = settings(deadline=None, max_examples=80)
 
 
 def compile_scenario(case: Scenario) -> TransitionDag | Stuck:
