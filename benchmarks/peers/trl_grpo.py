@@ -5,6 +5,8 @@
 Prints one JSON object on its last line: the seconds of every step after the first.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import os

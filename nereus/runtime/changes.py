@@ -125,7 +125,15 @@ class PlanChanges:
         target = self._numbered(target)
         dag = compile_transition(self.plan, target, groups=[(POLICY_GENERATION, POLICY_TRAINING)], variants=0)
         primitives = () if isinstance(dag, Stuck) else dag.primitives
-        moves = StateMoves(self._endpoint, tensors, tied, self._model, primitives, timeout_s=self._timeout_s)
+        moves = StateMoves(
+            self._endpoint,
+            tensors,
+            tied,
+            self._model,
+            primitives,
+            hosts=self._fleet.hosts(),
+            timeout_s=self._timeout_s,
+        )
         names = tuple(primitive.id for primitive in primitives)
         self._journal.append(record.TransitionBegun(plan=target, primitives=names, why=why))
         self._observer.note(f"changing the plan: {summarized(target)} ({why})")

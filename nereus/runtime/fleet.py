@@ -116,6 +116,10 @@ class Fleet:
             ]
         )
 
+    def hosts(self) -> dict[SlotId, str]:
+        """Return where the workers of slots have said that they are."""
+        return {worker.slot: worker.host for worker in self._workers.values() if worker.slot >= 0}
+
     def of(self, stage: object) -> list[Worker]:
         """Return the workers whose unit belongs to a model-stage; the list is shared: do not change it."""
         if stage not in self._by_stage:

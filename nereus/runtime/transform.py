@@ -117,9 +117,11 @@ class StateMoves:
         model: Path,
         primitives: Sequence[Primitive],
         *,
+        hosts: Mapping[SlotId, str],
         timeout_s: float,
     ) -> None:
         self._endpoint = endpoint
+        self._hosts = hosts
         self._specs = tuple(specs)
         self._held = held_to_train(frozenset(tied.values()))
         self._layers = 1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1)
@@ -143,7 +145,7 @@ class StateMoves:
         targets = [replica for replica in takers(primitive) if replica in self._ends.targets]
         by_lender: dict[SlotId, list[Move]] = defaultdict(list)
         units = ([replica.unit for replica in replicas] for replicas in (self._ends.origins, targets))
-        for move in moves(self._specs, self._layers, *units, held=self._held):
+        for move in moves(self._specs, self._layers, *units, held=self._held, node_of=self._hosts):
             by_lender[move.from_slot].append(move)
         lenders = sorted(by_lender)
         try:

@@ -48,6 +48,7 @@ class VirtualProcesses:
         *,
         boot_s: Callable[[str], float] = lambda _: 0.2,
         connect_s: float = 0.02,
+        host_of: Callable[[str], str] = lambda _: "here",
         died: Callable[[str], None] = _nobody,
         left: Callable[[str], None] = _nobody,
         stalled: Callable[[str], None] = _nobody,
@@ -56,15 +57,16 @@ class VirtualProcesses:
     ) -> None:
         """``boot_s``: from the start to the first word; infinite: not now, the worker is started by ``boot`` later.
 
-        ``died``, ``left`` and ``stalled`` are told of workers that vanish, that are gone in any way, and that hang in
-        their work; ``note`` of words to show. Without a supervisor they wait ``orphan_s`` for that of a later
-        ``attempt``.
+        ``host_of`` names a worker's host. ``died``, ``left`` and ``stalled`` are told of workers that vanish, that are
+        gone in any way, and that hang in their work; ``note`` of words to show. Without a supervisor they wait
+        ``orphan_s`` for that of a later ``attempt``.
         """
         self.exits: asyncio.Queue[Exited] = asyncio.Queue()
         self._bus = bus
         self._build = build
         self._boot_s = boot_s
         self._connect_s = connect_s
+        self._host_of = host_of
         self._died = died
         self._left = left
         self._stalled = stalled
@@ -153,7 +155,7 @@ class VirtualProcesses:
             control = self._bus.client(worker, server=SUPERVISOR)
             self._endpoints[worker] = [service, control]
             await asyncio.sleep(boot_s)
-            hello = Hello(worker, control.incarnation, "here", pid, f"{worker}#{pid}")
+            hello = Hello(worker, control.incarnation, self._host_of(worker), pid, f"{worker}#{pid}")
             welcome = await control.request(SUPERVISOR, hello, timeout_s=HELLO_TIMEOUT_S)
             assert isinstance(welcome, Welcome)
             control.advance(welcome.epoch)

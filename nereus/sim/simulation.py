@@ -206,6 +206,8 @@ class Simulation:
             assert slot is not None
             return SimulatedSlot(slot, config, control, wiring, devices, self._draw, serving)
 
+        hosts = {slot_worker(slot.id): slot.host for slot in self.cluster.slots()}
+
         def on_slot(act: Any) -> Any:
             def tell(worker: str) -> None:
                 if (slot := slot_of(worker)) is not None:
@@ -217,6 +219,7 @@ class Simulation:
             bus,
             build,
             boot_s=self._boot_s,
+            host_of=lambda worker: hosts.get(worker, "here"),
             died=on_slot(devices.gone),
             left=on_slot(devices.gone),
             stalled=on_slot(devices.collectives.hung),

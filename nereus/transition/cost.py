@@ -93,8 +93,12 @@ class PrimitiveSeconds:
                 return self._unpark(source, target)
 
     def _extend(self, sources: Sequence[Replica], target: Replica) -> float:
-        """Every target slot receives its shard in stripes; no slot sends or receives faster than its link."""
+        """Every target slot receives its shard in stripes; no slot sends or receives faster than its link.
+
+        Sources on the target's own node send all of it, if there are any (``reshard.moves``).
+        """
         rates = self._rates
+        sources = [one for one in sources if len(self._nodes([*one.slots, *target.slots])) == 1] or sources
         link = self._link([*target.slots, *(slot for source in sources for slot in source.slots)])
         received = self._share(target)
         sent = received * len(target.slots) / sum([len(source.slots) for source in sources])

@@ -322,15 +322,24 @@ def offsets_of(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
 
 # From layout to layout
 
+_ONE_NODE: Mapping[SlotId, str] = {}
+
 
 def moves(
-    specs: Iterable[TensorSpec], layers: int, source: Sequence[Emu], target: Sequence[Emu], *, held: Held = piece_of
+    specs: Iterable[TensorSpec],
+    layers: int,
+    source: Sequence[Emu],
+    target: Sequence[Emu],
+    *,
+    held: Held = piece_of,
+    node_of: Mapping[SlotId, str] = _ONE_NODE,
 ) -> tuple[Move, ...]:
     """Return the copies that give every slot of ``target`` its pieces, from slots of ``source``.
 
-    What a slot holds already is not moved; every other element comes exactly once. The sender is the one with the
-    largest part of what is wanted, then the one that sends the fewest bytes so far, then the lowest slot.
-    ``ValueError`` if no slot of ``source`` holds a wanted element.
+    What a slot holds already is not moved; every other element comes exactly once. It comes from the receiver's own
+    node where a slot there has it, for links between nodes are the slowest (slots that ``node_of`` does not name are
+    together on one). The sender is then the one with the largest part of what is wanted, then the one that sends the
+    fewest bytes so far, then the lowest slot. ``ValueError`` if no slot of ``source`` holds a wanted element.
     """
     sent: dict[SlotId, int] = defaultdict(int)
     result: list[Move] = []
@@ -342,7 +351,7 @@ def moves(
             resident[slot].append(piece)
         for slot, piece in _holders(spec, layers, target, held):
             for part in remainder(piece, resident[slot]):
-                result += _fetch(spec, part, slot, holders, sent)
+                result += _fetch(spec, part, slot, holders, sent, node_of)
             resident[slot].append(piece)
     return tuple(result)
 
@@ -364,17 +373,30 @@ def _holders(spec: TensorSpec, layers: int, emus: Sequence[Emu], held: Held) -> 
 
 
 def _fetch(
-    spec: TensorSpec, lacking: Piece, slot: SlotId, held: Mapping[Piece, Sequence[SlotId]], sent: dict[SlotId, int]
+    spec: TensorSpec,
+    lacking: Piece,
+    slot: SlotId,
+    held: Mapping[Piece, Sequence[SlotId]],
+    sent: dict[SlotId, int],
+    node_of: Mapping[SlotId, str],
 ) -> Iterator[Move]:
+    near = {
+        piece: there
+        for piece, holders in held.items()
+        if (there := [holder for holder in holders if node_of.get(holder) == node_of.get(slot)])
+    }
     wanted = [lacking]
     while wanted:
         part = wanted.pop()
-        parts = [(common, piece) for piece in held if (common := intersection(part, piece))]
-        if not parts:
+        for senders in (near, held):
+            parts = [(common, piece) for piece in senders if (common := intersection(part, piece))]
+            if parts:
+                break
+        else:
             raise ValueError(f"no slot of the source holds {part.name} {box(part)}, which slot {slot} needs")
         largest = max(elements(common) for common, _ in parts)
         sender, common = min(
-            (min(held[piece], key=lambda holder: (sent[holder], holder)), common)
+            (min(senders[piece], key=lambda holder: (sent[holder], holder)), common)
             for common, piece in parts
             if elements(common) == largest
         )

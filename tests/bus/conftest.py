@@ -10,7 +10,7 @@ from nereus.bus.loop import loop_factory
 from tests.bus.worlds import MemoryWorld, World, ZmqWorld
 
 
-@pytest.fixture(params=["memory", "zeromq", "zeromq-uvloop"])
+@pytest.fixture(params=["memory", pytest.param("zeromq", marks=pytest.mark.deep), "zeromq-uvloop"])
 def world(request: pytest.FixtureRequest) -> World:
     if request.param == "memory":
         return MemoryWorld()

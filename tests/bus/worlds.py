@@ -1,4 +1,4 @@
-"""Worlds in which the same tests run: endpoints in memory, and over ZeroMQ on both event loops."""
+"""Worlds in which the same tests run: endpoints in memory on virtual time, and over ZeroMQ on both event loops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nereus.bus.keys import Keys, make_pair
 from nereus.bus.memory import MemoryBus, MemoryEndpoint
 from nereus.bus.session import Settings
 from nereus.bus.zeromq import ZmqClient, ZmqServer
+from nereus.sim.loop import VirtualTimeLoop
 
 NAMES = ("supervisor", "relay", "rollout-0", "rollout-1")
 PAIRS = {name: make_pair(name) for name in NAMES}
@@ -60,7 +61,7 @@ class World:
 
 class MemoryWorld(World):
     def __init__(self) -> None:
-        super().__init__(asyncio.new_event_loop)
+        super().__init__(VirtualTimeLoop)
         self.bus = MemoryBus()
 
     async def _server(self, name: str, epoch: int, settings: Settings) -> AnyEndpoint:

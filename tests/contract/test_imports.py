@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.contract.facts import facts
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nereus"
@@ -46,17 +47,6 @@ def modules(*parts: str) -> list[str]:
     return sorted(found)
 
 
-def imported(file: Path) -> set[str]:
-    """Return the top-level names of every absolute import of a module, also of lazy ones."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
-    return names
-
-
 def assert_not_loaded(loading: list[str], forbidden: tuple[str, ...]) -> None:
     """Import the modules in a fresh interpreter and look at what came along."""
     code = (
@@ -87,14 +77,14 @@ def test_runtime_actors_and_command_line_load_no_device_library() -> None:
 @pytest.mark.parametrize("layer", PURE)
 def test_pure_layers_name_no_impure_module_even_lazily(layer: str) -> None:
     for file in sorted((PACKAGE / layer).rglob("*.py")):
-        found = imported(file) & IMPURE_MODULES
+        found = facts(file).imported & IMPURE_MODULES
         assert not found, f"{file.relative_to(ROOT)} imports {sorted(found)}"
 
 
 def test_device_libraries_are_named_in_backends_only() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
         if "backends" not in file.parts:
-            found = imported(file) & set(DEVICE)
+            found = facts(file).imported & set(DEVICE)
             assert not found, f"{file.relative_to(ROOT)} imports {sorted(found)}"
 
 

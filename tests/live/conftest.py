@@ -1,5 +1,7 @@
 """Fixtures of the live tests."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

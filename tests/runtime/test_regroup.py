@@ -17,6 +17,7 @@ from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan, SlotId
 from nereus.runtime.regroup import MAX_RESTORES, Regrouped, Restores, StateLost, regroup, settle
 from nereus.sim.loop import run_virtual
 from nereus.transition.primitive import Replica
+from tests.tiers import spread
 
 TIMEOUT_S = 20.0
 
@@ -88,8 +89,7 @@ def test_as_many_units_as_can_be_go_on_from_one_step_and_nothing_is_redone(
     assert settled.step == max(step for step, kept in possible.items() if len(kept) == most)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("dp", "size"), spread([(3, 2), (1, 1), (2, 1), (2, 2), (1, 2), (3, 1)], 2))
 @given(data=st.data())
 def test_after_a_step_in_two_phases_nobody_but_the_dead_is_left_out(dp: int, size: int, data: st.DataObject) -> None:
     """Either somebody has the step's update ready or applied, then all the living have it ready; or nobody has."""

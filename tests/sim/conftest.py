@@ -1,5 +1,7 @@
 """Makes the simulated runs importable for the tests of this folder."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

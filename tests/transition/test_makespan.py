@@ -58,6 +58,7 @@ def replica(layout: Layout, *slots: int) -> Replica:
         (Extend("e", (replica(T2, 0, 1),), replica(T2, 4, 5)), 1.0 + 400 / 10),
         (Extend("e", (replica(T1, 0),), replica(T4, 4, 5, 6, 7)), 1.0 + 800 / 10),
         (Extend("e", (replica(T1, 0), replica(T1, 1)), replica(T4, 4, 5, 6, 7)), 1.0 + 400 / 10),
+        (Extend("e", (replica(T2, 0, 1), replica(T2, 6, 7)), replica(T2, 4, 5)), 0.5 + 400 / 100),
         (Split("s", replica(T4, 0, 1, 2, 3), (replica(T2, 0, 2), replica(T2, 1, 3))), 0.5 + 200 / 100),
         (Merge("m", (replica(T2, 0, 2), replica(T2, 1, 3)), replica(T4, 0, 1, 2, 3), True), 0.0),
         (Merge("m", (replica(T2, 0, 1),), replica(T2, 1, 0), False), 0.5 + 400 / 100),

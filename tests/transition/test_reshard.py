@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -214,6 +215,28 @@ def test_moves_spread_the_sending() -> None:
     copies = moves(SPECS, LAYERS, units(Layout(), 2), units(Layout(), 2, first_slot=2))
     sent = [moved_bytes(SPECS, [copy for copy in copies if copy.from_slot == slot]) for slot in (0, 1)]
     assert sent[0] == sent[1] == sum(map(tensor_bytes, SPECS))
+
+
+@quick
+@given(layouts, st.integers(1, 3), layouts, st.integers(1, 3), st.integers(0, 6), st.integers(1, 4))
+def test_what_the_own_node_has_comes_from_there(
+    old: Layout, old_replicas: int, new: Layout, new_replicas: int, shift: int, slots_per_node: int
+) -> None:
+    source, target = units(old, old_replicas), units(new, new_replicas, shift)
+    slots = {slot for emu in [*source, *target] for slot in emu.slots}
+    node_of = {slot: f"node-{slot // slots_per_node}" for slot in slots}
+    copies = moves(SPECS, LAYERS, source, target, node_of=node_of)
+    held = defaultdict(list)
+    for emu in source:
+        for index, slot in enumerate(emu.slots):
+            for spec in SPECS:
+                if piece := piece_of(spec, LAYERS, emu.layout, index):
+                    held[spec.name, node_of[slot]].append(piece)
+    for copy in copies:
+        if node_of[copy.from_slot] != node_of[copy.to_slot]:
+            assert not any(intersection(copy.piece, piece) for piece in held[copy.name, node_of[copy.to_slot]])
+    anywhere = moves(SPECS, LAYERS, source, target)
+    assert moved_bytes(SPECS, copies) == moved_bytes(SPECS, anywhere), "where it comes from does not change how much"
 
 
 def test_moves_from_nowhere_are_refused() -> None:

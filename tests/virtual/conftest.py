@@ -1,5 +1,7 @@
 """Makes the in-process world importable for the tests of this folder."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def _trained(folder: Path) -> list[list[int]]:
     return [[ref.group for ref in entry.record.groups] for entry in entries if isinstance(entry.record, Trained)]
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", spread([0, 1, 3], 2))
 @pytest.mark.parametrize("interrupt", spread(["keep", "wait"], 1))
 def test_a_run_trains_every_group_once_and_within_the_bound(tmp_path: Path, staleness: int, interrupt: str) -> None:
     config = _config(tmp_path, staleness=staleness, interrupt=interrupt)
