@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from itertools import pairwise
 from statistics import median
 
 import structlog
@@ -52,8 +53,9 @@ from nereus.runtime.searching import Answered, Asked, Searcher
 SETTLING_STEPS = 2
 """So many steps after the start and after a change find cold caches and old queues: their speeds are no drift."""
 
-COMPARED_STEPS = 3
-"""So many steps after a change are measured before they are compared with the prediction."""
+COMPARED_STEPS = 4
+"""So many steps after a change are measured before they are compared with the prediction; even, because a tight bound
+of staleness makes a short step follow each long one."""
 
 log = structlog.get_logger()
 
@@ -173,7 +175,7 @@ class Adaptation:
         self._step = step
         self._since += 1
         self._estimate = self._estimate.observed(self._plan, facts)
-        self._expect(step_s)
+        measured = self._expect(step_s)
         signals = self._estimate.signals(self._plan)
         calibrated = step - self._first_step >= self._config.adapt.calibrate_steps
         if not calibrated or self._since <= SETTLING_STEPS:
@@ -182,7 +184,7 @@ class Adaptation:
         while self._supply and self._supply[0].step <= step:
             slots = self._supply.popleft().slots
             self.pool([slot.id for slot in self._cluster.slots() if slot.id < slots])
-        if step - self._first_step == self._config.adapt.calibrate_steps:
+        if measured or step - self._first_step == self._config.adapt.calibrate_steps:
             self._tell(Calibrated(step, self._config.run.steps - step))
 
     def out_of_memory(self, facts: StepFacts, why: str) -> None:
@@ -302,14 +304,22 @@ class Adaptation:
 
     # Predictions
 
-    def _expect(self, step_s: float) -> None:
+    def _expect(self, step_s: float) -> bool:
+        """Say whether a plan that was chosen for what it promised has now been measured.
+
+        That is a reason to think again: what its layouts had not shown before the change was a guess.
+        """
         expected = self._expected
         if expected is None:
-            return
+            return False
         expected.measured_s.append(step_s)
-        if len(expected.measured_s) > COMPARED_STEPS:  # the first one finds queues of the old plan
-            self._compare(expected.epoch, "step", expected.step_s, median(expected.measured_s[1:]))
-            self._expected = None
+        if len(expected.measured_s) <= COMPARED_STEPS:
+            return False
+        settled = expected.measured_s[1:]  # the first one finds queues of the old plan
+        pairs = [(one + other) / 2 for one, other in pairwise(settled)]
+        self._compare(expected.epoch, "step", expected.step_s, median(pairs))
+        self._expected = None
+        return True
 
     def _compare(self, epoch: PlanEpoch, what: str, predicted_s: float, measured_s: float) -> None:
         if math.isfinite(predicted_s) and math.isfinite(measured_s):

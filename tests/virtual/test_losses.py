@@ -162,9 +162,9 @@ def _any(world: World, draw: random.Random, worker: str) -> None:
         world.drop(draw.uniform(0.2, 9.0), *sorted({worker, draw.choice((worker, RELAY, lead))}))
 
 
-@pytest.mark.parametrize(("layout", "hanging"), spread([("d2t1p1", ["slot-0", "slot-1"]), ("d1t1p1", ["slot-0"])], 1))
-def test_trainers_that_all_hang_are_noticed(tmp_path: Path, layout: str, hanging: list[str]) -> None:
-    config = _job(tmp_path, layout)
+@pytest.mark.parametrize("units", spread([2, 1], 1))
+def test_trainers_that_all_hang_are_noticed(tmp_path: Path, units: int) -> None:
+    config, hanging = _job(tmp_path, f"d{units}t1p1"), [f"slot-{number}" for number in range(units)]
 
     def act(world: World) -> None:
         for worker in hanging:
