@@ -135,11 +135,12 @@ def pass_work(
     scores to memory and skips what the causal mask hides; without it both are paid.
     """
     work = Work.none(len(setups))
-    per_replica = np.ceil(passes.samples / (setups.dp * setups.micro_batch)) * setups.micro_batch
-    micro_batches = per_replica / setups.micro_batch
-    mean = passes.tokens / passes.samples
-    tokens = setups.micro_batch * mean / setups.cp
-    square = setups.micro_batch * passes.square_tokens / passes.samples / setups.cp
+    per_replica = np.ceil(passes.samples / setups.dp)
+    micro_batches = np.ceil(per_replica / setups.micro_batch)
+    held = per_replica / micro_batches
+    """Samples of one micro-batch: packing leaves all about equally full."""
+    tokens = held * passes.tokens / passes.samples / setups.cp
+    square = held * passes.square_tokens / passes.samples / setups.cp
     layers = np.ceil(shape.layers / setups.pp)
     bubble = (shape.layers - layers) / setups.vp / np.maximum(micro_batches, 1.0) / layers
     runs = micro_batches * layers * (1.0 + bubble)
