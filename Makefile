@@ -11,11 +11,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := constraints.txt setup.cfg pyproject.toml Makefile
 FAST := not deep and not live and not slow and not chaos and not gpu
 DEEP := deep and not live and not slow and not chaos and not gpu
-LIVE := (live or slow or chaos) and not gpu
+LIVE := live and not slow and not gpu
+SLOW := slow and not gpu
 TYPED := nereus/core nereus/transition nereus/algo nereus/control nereus/bus nereus/configuration nereus/runtime nereus/sim \
          nereus/commands nereus/config.py nereus/errors.py nereus/cli.py nereus/backends/api.py
 
-.PHONY: run test fast deep live walks chaos storms lint format bench clean
+.PHONY: run test fast deep live slow walks chaos storms lint format bench clean
 .DEFAULT_GOAL := run
 
 # Each of the many processes that a job or a test starts would compile the package anew.
@@ -33,7 +34,10 @@ deep: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(DEEP)" $(ARGS)
 
 live: $(VENV)/.test
-	$(BIN)/python -m pytest -m "$(LIVE)" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(LIVE)" --durations=10 $(ARGS)
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m "$(SLOW)" --durations=10 $(ARGS)
 
 # SEEDS random walks of twelve plans, each trained from beginning to end and compared with a run without any change.
 walks: $(VENV)/.test

@@ -38,4 +38,3 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(50_000, 20, 20)

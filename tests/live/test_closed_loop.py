@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from jobs import ROOT, Job, finish
@@ -17,8 +18,17 @@ from nereus.runtime.metrics import read_metrics
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-MOST_BLOCKED_S = 0.25
-"""Of the supervisor's processor time at a stretch: 50 ms on a core that is five times as fast as the slowest known."""
+MOST_BLOCKED_S = 0.05
+"""Of the supervisor's processor time at a stretch, on a core that sums up ten million numbers in ``SUMMED_S``."""
+
+SUMMED_S = 0.3
+
+
+def _slowness() -> float:
+    """Return how much slower than such a core this one is, with what runs beside it; 1 if it is not."""
+    began = time.thread_time()
+    sum(range(10**7))
+    return max(1.0, (time.thread_time() - began) / SUMMED_S)
 
 
 def _nereus(*words: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +40,7 @@ def test_the_adaptive_quick_start_changes_for_gain_and_because_it_must(job: Job)
     """Two slots are taken away after step 9; the run is told to leave when what followed has been measured."""
     job.file = ROOT / "launchers" / "adaptive_quickstart.toml"
     words = ("--emulate.slots", "9 4", "--checkpoint.every", "0", "--no-track.report", "--no-track.tensorboard")
-    process = job.start(*words)
+    slowness, process = _slowness(), job.start(*words)
 
     def measured(entry: Entry) -> bool:
         compared = entry.record
@@ -53,7 +63,7 @@ def test_the_adaptive_quick_start_changes_for_gain_and_because_it_must(job: Job)
     assert plans[-1].slots() & set(range(6)) <= {0, 1, 2, 3}
     assert check_history(job.history(), staleness=1, groups_per_step=12) == []
     blocked = [row.get("supervisor/blocked_s", 0.0) for row in read_metrics(job.folder / "metrics.jsonl")]
-    assert max(blocked) < MOST_BLOCKED_S, blocked
+    assert max(blocked) < MOST_BLOCKED_S * max(slowness, _slowness()), blocked
     explained = _nereus("explain", str(job.folder))
     assert explained.returncode == 0
     assert "A better plan was found and is taken" in explained.stdout
