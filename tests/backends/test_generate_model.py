@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from nereus.backends.torch.decode_model import Decoder, DecoderWeights, read_shape, shape_of
 from nereus.errors import ConfigError
+from tests.tiers import spread
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -76,7 +77,7 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 5e-5)])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", spread(list(CASES), 4))
 def test_logits_equal_transformers(case: str, dtype: torch.dtype, tolerance: float) -> None:
     model = reference(case, dtype)
     shape = shape_of(model.config, where="test")

@@ -24,6 +24,7 @@ from nereus.control.efficiency import CLASSES
 from nereus.core.plan import POLICY_TRAINING, Emu, Layout, Plan
 from nereus.core.shape import ModelShape
 from nereus.errors import OutOfMemory
+from tests.tiers import spread
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -208,7 +209,7 @@ def test_a_paced_step_takes_what_the_emulated_slot_would(folder: Path) -> None:
     assert report.seconds > 0.99 * sum(expected.values()) + elements * 7 * 4 / 0.02e9
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", spread([2, 1], 1))
 def test_a_step_that_needs_too_much_changes_nothing_and_can_be_made_again(folder: Path, minibatches: int) -> None:
     small, large = batch(), batch((5, 9, 60, 7), step=1)  # the largest sample comes in the last minibatch
     free = trainer(folder, train={"minibatches": minibatches})

@@ -23,6 +23,7 @@ from nereus.errors import ConfigError, OutOfMemory, TransitionError
 from nereus.transition.checksum import tensors_checksum
 from nereus.transition.reshard import TensorSpec
 from tests.backends import generate_models as models
+from tests.tiers import spread
 
 LIMIT_S = 60.0
 JOB = JobConfig(
@@ -242,7 +243,7 @@ def test_cancelling_frees_the_slots(tmp_path: Path) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("interrupt", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("interrupt", spread(["keep", "wait", "abort"], 1))
 def test_switching_while_generating(tmp_path: Path, interrupt: Any) -> None:
     async def test() -> None:
         async with backend(tmp_path) as rollout:

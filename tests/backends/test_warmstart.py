@@ -90,6 +90,7 @@ def test_encoding_adds_nothing() -> None:
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_token_id], skip_special_tokens=True) == "ab"
 
 
+@pytest.mark.deep
 def test_running_totals_without_noise_end_in_the_answer() -> None:
     assert running_totals("7 + 8 - 30", 0.0, random.Random(0)) == "15, -15"
     phase = SupervisedPhase(target="running_totals", options={"min_terms": 2, "max_terms": 4, "max_digits": 2})

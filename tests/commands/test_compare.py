@@ -51,6 +51,7 @@ def test_equal_words_give_equal_figures(compared: Path) -> None:
         assert run["bands"][-1]["end_s"] >= sum(run["latency_s"])
 
 
+@pytest.mark.deep
 def test_the_page_says_what_the_figures_say_and_needs_nothing_from_outside(compared: Path) -> None:
     page = (compared / "one" / "comparison.html").read_text()
     for row in _figures(compared / "one")["policies"]:

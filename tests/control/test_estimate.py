@@ -52,6 +52,7 @@ def _facts(train_s: float, generate_s: float, response: int = 16, **more: object
     )
 
 
+@pytest.mark.deep
 @given(
     train_s=st.floats(0.2, 40.0),
     generate_s=st.floats(0.2, 40.0),

@@ -118,6 +118,7 @@ def test_no_file_means_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "absent") == []
 
 
+@pytest.mark.deep
 def test_tensorboard_reads_what_was_written_and_no_torch_is_loaded(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = (

@@ -64,6 +64,7 @@ def test_any_number_of_slots_stays_on_one_page_and_a_plain_run_is_small() -> Non
     assert sum(text.startswith("slot ") for text in TEXT.findall(large)) <= 25
 
 
+@pytest.mark.deep
 def test_nothing_is_drawn_of_nothing_and_the_same_twice() -> None:
     assert picture.svg(Timeline()) == "" and picture.png(Timeline()) == b""
     line = timeline(Story().starts("d1t1p1", "d1t1p1", range(2)).trains(1.0).entries)

@@ -103,6 +103,7 @@ def parsed(path: Path) -> Tags:
     return tags
 
 
+@pytest.mark.deep
 def test_the_report_is_one_well_formed_page_without_scripts_or_outside_resources(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = make_run(tmp_path, [row(step) for step in range(1, 41)])

@@ -293,6 +293,7 @@ def held(replicas: Iterator[Replica]) -> dict[tuple[str, int], list[Piece]]:
     return found
 
 
+@pytest.mark.deep
 @given(st.integers(0, 1 << 32), st.integers(0, 1 << 32))
 @settings(deadline=None, max_examples=25)
 def test_the_traffic_of_all_primitives_brings_every_slot_what_its_unit_holds(seed: int, order: int) -> None:
