@@ -260,7 +260,8 @@ class AdaptConfig(_Table, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """A change must pay for itself within this share of the steps that its cause is expected to last; 0: urgent changes
     only."""
     calibrate_steps: Positive = 4
-    """Steps after which the plan of the job file is compared with what was measured."""
+    """Steps after which the plan of the job file is compared with what was measured. A plan that was chosen is looked
+    at again once it has been measured itself."""
     patience_s: PositiveFloat = 60.0
     """How long a lost slot may take to come back before the plan does without it."""
     at: str = ""

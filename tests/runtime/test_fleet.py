@@ -49,3 +49,10 @@ def test_what_is_missing_is_named_and_peers_are_those_that_joined() -> None:
     fleet.lost("slot-3")
     assert fleet.missing(at_least=State.JOINED) == ["slot-3"]
     assert {peer.worker for peer in fleet.peers()} >= {RELAY, REWARD}
+
+
+def test_slots_are_where_their_workers_say() -> None:
+    fleet = _fleet()
+    for name, host in ((RELAY, "one"), ("slot-0", "one"), ("slot-3", "two")):
+        fleet.joined(Hello(name, "first", host, 1, "tcp://127.0.0.1:1"))
+    assert fleet.hosts() == {0: "one", 1: "", 2: "", 3: "two"}

@@ -8,7 +8,7 @@ import pytest
 from simulated import job, problems, simulate
 
 from nereus.errors import ConfigError
-from nereus.runtime.journal import Decided, read_journal
+from nereus.runtime.journal import Decided, WorkerJoined, read_journal
 from nereus.runtime.regroup import StateLost
 from nereus.sim.course import Failures
 from nereus.sim.policy import Given
@@ -24,6 +24,9 @@ def test_equal_seeds_give_byte_identical_journals_and_other_seeds_do_not(tmp_pat
         outcome, _ = simulate(job(), folder, seed=seed)
         assert outcome.finished
         assert problems(folder, job()) == []
+        joined = [one.record for one in read_journal(folder / "journal.jsonl").entries]
+        hosts = {one.host for one in joined if isinstance(one, WorkerJoined) and one.worker.startswith("slot-")}
+        assert len(hosts) == job().cluster.slots // 4, "a node of this cluster has four slots"
         journals.append((folder / "journal.jsonl").read_bytes())
     assert journals[0] == journals[1] != journals[2]
 

@@ -16,7 +16,7 @@ from nereus.config import AdaptConfig, ClusterConfig, EmulateConfig, JobConfig
 from nereus.core.plan import POLICY_GENERATION, POLICY_TRAINING, Plan
 from nereus.core.shape import ModelShape
 from nereus.errors import OutOfMemory
-from nereus.runtime.journal import Compared, Decided, PlanCommitted, TransitionEnded, read_journal
+from nereus.runtime.journal import Compared, Decided, Happened, PlanCommitted, TransitionEnded, read_journal
 
 STEPS = 40
 SHAPE = ModelShape(2, 64, 4, 4, 16, 128, 512, 256)
@@ -70,7 +70,12 @@ def test_a_pool_that_shrinks_is_left_in_time_and_used_again_when_it_grows(tmp_pa
     decisions = _of(tmp_path, Decided)
     assert any(one.decision == "urgent" and "taken away" in one.because for one in decisions)
     assert {one.decision for one in decisions} <= {"trigger", "urgent", "opportunistic", "stay", "stale", "widen"}
-    assert _of(tmp_path, Compared)
+    records = [entry.record for entry in read_journal(tmp_path / "journal.jsonl").entries]
+    measured = [at for at, one in enumerate(records) if isinstance(one, Compared) and one.what == "step"]
+    assert measured
+    for at in measured:  # a plan that was chosen is looked at again once it has been measured
+        events = [one.event["type"] for one in records[at : at + 8] if isinstance(one, Happened)]
+        assert "Calibrated" in events[:3]
     largest = max(len({slot for unit in plan.emus for slot in unit.slots}) for plan in _plans(tmp_path)[2:])
     assert largest > 4, "the plan never grew again"
     assert world.plans
