@@ -73,10 +73,10 @@ def train_and_save(root: Path, kind: str, layout: Layout, replicas: int) -> tupl
 @pytest.mark.parametrize(
     ("kind", "layout", "replicas"),
     [
-        ("llama", Layout(), 1),
-        ("llama", Layout(2, 2), 2),
+        pytest.param("llama", Layout(), 1, marks=pytest.mark.deep),
+        pytest.param("llama", Layout(2, 2), 2, marks=pytest.mark.deep),
         ("llama tied", Layout(2, 2), 1),
-        ("qwen2 tied", Layout(4, 1), 2),
+        pytest.param("qwen2 tied", Layout(4, 1), 2, marks=pytest.mark.deep),
     ],
 )
 def test_logits_of_the_exported_model_are_equal(tmp_path: Path, kind: str, layout: Layout, replicas: int) -> None:

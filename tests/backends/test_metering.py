@@ -192,6 +192,7 @@ def test_limits_that_are_not_reached_change_nothing(folder: Path) -> None:
     assert equal(state(plain), state(limited))
 
 
+@pytest.mark.deep
 def test_a_paced_step_takes_what_the_emulated_slot_would(folder: Path) -> None:
     """So slow that a loaded machine is faster; speeds at which it is not are left to ``test_emulation.py``."""
     config = EmulateConfig(gflops=0.001, memory_gb_s=0.02)
