@@ -167,6 +167,7 @@ def test_a_random_model_is_made_once_and_then_taken_from_the_cache(tmp_path: Pat
     assert (other / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.deep
 def test_training_lowers_the_loss_and_leaves_torch_as_it_was(tmp_path: Path) -> None:
     recipe = written(
         tmp_path,

@@ -88,6 +88,7 @@ def test_device_libraries_are_named_in_backends_only() -> None:
             assert not found, f"{file.relative_to(ROOT)} imports {sorted(found)}"
 
 
+@pytest.mark.deep
 def test_import_contracts_hold() -> None:
     pytest.importorskip("importlinter")
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"

@@ -135,6 +135,7 @@ def test_recipes_are_looked_up(tmp_path: Path) -> None:
         preflight(load_job([], overrides))
 
 
+@pytest.mark.deep
 def test_rewards_are_loaded_and_checked_against_the_columns(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2", "level": 3}\n')

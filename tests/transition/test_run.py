@@ -58,6 +58,7 @@ def balanced(case: Scenario, run: TransitionRun) -> None:
     assert all(0 <= size <= case.memory.host_bytes for size in run.ledger.host_bytes().values())
 
 
+@pytest.mark.deep
 @given(st.integers(0, 1 << 32), st.integers(0, 1 << 32))
 @quick
 def test_any_finishing_order_balances_and_reaches_the_target(seed: int, order: int) -> None:
