@@ -135,7 +135,7 @@ def _phases(problem: Problem, solution: Solution) -> Iterator[PhaseFigures]:
 def _stage(question: Question, found: Found, stage: ModelStage) -> StageFigures:
     chosen = found.solution.of(stage)
     units = tuple(emu.slots for emu in found.placement.plan.of(stage))
-    host = {slot: node.host for node in question.pricing.cluster.nodes for slot in node.slots}
+    host = question.pricing.cluster.node_of()
     detail = breakdown(question.pricing, chosen)
     return StageFigures(
         str(stage),

@@ -82,8 +82,8 @@ class Proposal(Struct, frozen=True):
 
 
 class Calibrated(Struct, frozen=True, tag=True):
-    """The first measurements stand in the place of priors; nothing will make this happen again in ``remaining`` steps,
-    so that is the horizon."""
+    """Measurements of the first plan, or of one that was chosen, stand in the place of guesses; nothing will make this
+    happen again in ``remaining`` steps, so that is the horizon."""
 
     step: int
     remaining: int

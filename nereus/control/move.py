@@ -22,7 +22,7 @@ from nereus.control.efficiency import OperationClass
 from nereus.control.memory import Memory as Terms
 from nereus.control.memory import generation_memory, scoring_memory, training_memory
 from nereus.control.problem import usable_bytes
-from nereus.core.cluster import Cluster, Link
+from nereus.core.cluster import Link
 from nereus.core.plan import Layout, ModelStage, Plan, Stage
 from nereus.transition.compile import compile_transition
 from nereus.transition.cost import PrimitiveSeconds, TransferRates, makespan
@@ -146,7 +146,7 @@ def _memory(pricing: Pricing, current: Plan, target: Plan) -> Memory:
         wholes,
         held,
         host_bytes=int(cluster.host_memory_bytes),
-        host_of={slot: node.host for node in cluster.nodes for slot in node.slots},
+        host_of=cluster.node_of(),
     )
     # What is on a slot now is there, whatever the model says of its capacity.
     return replace(memory, capacity_bytes=max(capacity, _fullest(current, memory)))
@@ -191,13 +191,9 @@ def _rates(pricing: Pricing) -> TransferRates:
         communicator_rank_s=overheads.communicator_rank_s,
         release_s=overheads.release_s,
         pause_s=overheads.pause_s,
-        node_of=_nodes(cluster),
+        node_of=cluster.node_of(),
     )
 
 
 def _reached(link: Link, efficiency: float) -> Link:
     return Link(link.latency_s, link.bytes_per_s * efficiency)
-
-
-def _nodes(cluster: Cluster) -> dict[int, str]:
-    return {slot: node.host for node in cluster.nodes for slot in node.slots}

@@ -89,6 +89,10 @@ class Cluster(Struct, frozen=True):
             for index, slot in enumerate(node.slots):
                 yield Slot(slot, node.host, index)
 
+    def node_of(self) -> dict[SlotId, str]:
+        """Return the name of every slot's node."""
+        return {slot: node.host for node in self.nodes for slot in node.slots}
+
     def link(self, link_type: LinkType) -> Link:
         return self.in_node if link_type is LinkType.IN_NODE else self.cross_node
 

@@ -34,7 +34,7 @@ class Links:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._node_of = {slot.id: slot.host for slot in cluster.slots()}
+        self._node_of = cluster.node_of()
         self._node_bytes_per_s = cluster.cross_node.bytes_per_s * cluster.slots_per_node
         self._taken: defaultdict[tuple[str, str], float] = defaultdict(float)
 

@@ -206,7 +206,7 @@ class Simulation:
             assert slot is not None
             return SimulatedSlot(slot, config, control, wiring, devices, self._draw, serving)
 
-        hosts = {slot_worker(slot.id): slot.host for slot in self.cluster.slots()}
+        hosts = {slot_worker(slot): host for slot, host in self.cluster.node_of().items()}
 
         def on_slot(act: Any) -> Any:
             def tell(worker: str) -> None:

@@ -93,7 +93,7 @@ class Stages:
         """``sharded``: trainers' replicas share their state (ZeRO, stage 3)."""
         self.job = job
         self.links = Links(job.cluster)
-        self.node_of = {slot.id: slot.host for slot in job.cluster.slots()}
+        self.node_of = job.cluster.node_of()
         models = {stage.model for stage in job.workflow.model_stages}
         self._truths = {
             model: Truth(

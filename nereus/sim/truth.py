@@ -100,7 +100,7 @@ class Truth:
         self._changes = sorted({one.at_step for one in trace.efficiency}) if trace else []
         self._device = cluster.device
         self._chip = chip_of(cluster.device)
-        self._node_of = {slot.id: slot.host for slot in cluster.slots()}
+        self._node_of = cluster.node_of()
         self._decode: dict[tuple[Layout, bool, int], Array] = {}
         self._prefill: dict[tuple[Layout, int], float] = {}
 

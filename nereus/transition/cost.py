@@ -59,8 +59,8 @@ class TransferRates(Struct, frozen=True):
         near, far = (
             Link(link.latency_s, link.bytes_per_s * efficiency) for link in (cluster.in_node, cluster.cross_node)
         )
-        node_of = {slot: node.host for node in cluster.nodes for slot in node.slots}
-        return cls(near, far, cluster.host_bytes_per_s * efficiency, communicator_s=communicator_s, node_of=node_of)
+        host_bytes_per_s = cluster.host_bytes_per_s * efficiency
+        return cls(near, far, host_bytes_per_s, communicator_s=communicator_s, node_of=cluster.node_of())
 
 
 class PrimitiveSeconds:

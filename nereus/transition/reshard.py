@@ -345,13 +345,15 @@ def moves(
     result: list[Move] = []
     for spec in specs:
         holders: dict[Piece, list[SlotId]] = defaultdict(list)
+        near: dict[str | None, dict[Piece, list[SlotId]]] = defaultdict(lambda: defaultdict(list))
         resident: dict[SlotId, list[Piece]] = defaultdict(list)
         for slot, piece in _holders(spec, layers, source, held):
             holders[piece].append(slot)
+            near[node_of.get(slot)][piece].append(slot)
             resident[slot].append(piece)
         for slot, piece in _holders(spec, layers, target, held):
             for part in remainder(piece, resident[slot]):
-                result += _fetch(spec, part, slot, holders, sent, node_of)
+                result += _fetch(spec, part, slot, (near[node_of.get(slot)], holders), sent)
             resident[slot].append(piece)
     return tuple(result)
 
@@ -376,19 +378,14 @@ def _fetch(
     spec: TensorSpec,
     lacking: Piece,
     slot: SlotId,
-    held: Mapping[Piece, Sequence[SlotId]],
+    sources: Sequence[Mapping[Piece, Sequence[SlotId]]],
     sent: dict[SlotId, int],
-    node_of: Mapping[SlotId, str],
 ) -> Iterator[Move]:
-    near = {
-        piece: there
-        for piece, holders in held.items()
-        if (there := [holder for holder in holders if node_of.get(holder) == node_of.get(slot)])
-    }
+    """Yield the copies of what is ``lacking``, from the first of ``sources`` that has any of it."""
     wanted = [lacking]
     while wanted:
         part = wanted.pop()
-        for senders in (near, held):
+        for senders in sources:
             parts = [(common, piece) for piece in senders if (common := intersection(part, piece))]
             if parts:
                 break
