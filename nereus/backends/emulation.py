@@ -32,9 +32,8 @@ NOTHING: Seconds = {}
 OPTIMIZER_PASSES = 7
 """Gradient, master and two moments are read; master and moments written."""
 
-FORWARD_ALL_REDUCES, BACKWARD_ALL_REDUCES = 2, 5
-"""Of each tensor-parallel layer. Forward after both blocks; backward DTensor sums the input's gradient for each of the
-projections that read it (three and two), where one sum for all of them would do."""
+ALL_REDUCES = 2
+"""Of each tensor-parallel layer and pass: one for each of its two blocks."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class TrainingCosts:
         """Return what the layers take for ``rows`` sequences of ``width`` tokens, and the way to the next rank."""
         lookup = float(self.is_first and self.splits_vocabulary)
         return merged(
-            self._layers(rows, width, 1.0, 1.0, self.layers * FORWARD_ALL_REDUCES + lookup),
+            self._layers(rows, width, 1.0, 1.0, self.layers * ALL_REDUCES + lookup),
             self._carried(rows * width, takes=not self.is_first, gives=not self.is_last),
         )
 
@@ -125,7 +124,7 @@ class TrainingCosts:
         Each product has two backward; fused attention makes its scores again; ``recompute`` runs the layers once more.
         """
         again = float(recompute)
-        sums = self.layers * (BACKWARD_ALL_REDUCES + FORWARD_ALL_REDUCES * again)
+        sums = self.layers * ALL_REDUCES * (1 + again)
         parts = [
             self._layers(rows, width, 2.0 + again, FUSED_BACKWARD + again, sums),
             self._carried(rows * width, takes=not self.is_last, gives=not self.is_first),

@@ -36,8 +36,8 @@ LONGEST_WAIT_S = 300.0
 class Slot:
     """One slot of one walk."""
 
-    def __init__(self, folder: Path, walk: dict[str, Any], slot: SlotId, store: str) -> None:
-        self.folder, self.walk, self.slot, self.store = folder, walk, slot, store
+    def __init__(self, folder: Path, walk: dict[str, Any], slot: SlotId, slots: int, store: str) -> None:
+        self.folder, self.walk, self.slot, self.slots, self.store = folder, walk, slot, slots, store
         self.notes = connect_store(store, timeout_s=LONGEST_WAIT_S)
         config = msgspec.convert(walk["config"], JobConfig)
         self.trainer = TorchTrainer(config)
@@ -85,6 +85,7 @@ class Slot:
         assert isinstance(dag, TransitionDag), dag
         for number, primitive in enumerate(dag.primitives):
             self.perform(f"{step}-{number}", primitive)
+        self.meet(step)  # as Destroy comes after every node that reads from its slots
         emu = self.unit(target)
         if emu is None:
             if (held := self.unit(current)) is not None:
@@ -110,6 +111,13 @@ class Slot:
                 self.read_bytes += self.trainer.take(replica, replica.slots.index(self.slot), loans, self.model)
                 self.least_bytes += moved_bytes(blueprint.tensors, wanted) * len(STATE_KINDS)
 
+    def meet(self, step: int) -> None:
+        """Wait until all slots have what they need of this change."""
+        key = f"{self.walk['name']}-{step}-taken"
+        if self.notes.add(key, 1) == self.slots:
+            self.notes.set(f"{key}-by-all", "")
+        self.notes.get(f"{key}-by-all")
+
     def loan(self, key: str, lender: SlotId, moves: tuple[Move, ...]) -> Loan:
         file = self.file(key, lender)
         receipt = msgspec.json.decode(self.notes.get(file.name), type=Receipt)
@@ -119,15 +127,15 @@ class Slot:
         return self.folder / f"{self.walk['name']}-{key}-{lender}.state"
 
 
-def run_slot(folder: Path, slot: SlotId, store: str) -> None:
+def run_slot(folder: Path, slot: SlotId, slots: int, store: str) -> None:
     for walk in json.loads((folder / "walks.json").read_text()):
-        Slot(folder, walk, slot, store).run()
+        Slot(folder, walk, slot, slots, store).run()
 
 
 def main() -> None:
     folder, slots, store = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    run_slots(range(slots), lambda slot: run_slot(folder, slot, store))
+    run_slots(range(slots), lambda slot: run_slot(folder, slot, slots, store))
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ def test_collectives_are_paid_where_they_are_made() -> None:
     one, cut = step(costs(), 2, 16, 20), step(costs(2), 2, 16, 20)
     assert OperationClass.ALLREDUCE_IN_NODE not in one and OperationClass.LATENCY not in one
     hidden, layers = 2 * 16 * SHAPE.hidden * 4, SHAPE.layers
-    on_wire = hidden * (1 + (2 + 5) * layers) + 20 * SHAPE.hidden * 4 + 4 * 20 * 4
+    on_wire = hidden * (1 + (2 + 2) * layers) + 20 * SHAPE.hidden * 4 + 4 * 20 * 4
     assert cut[OperationClass.ALLREDUCE_IN_NODE] == pytest.approx(on_wire / 0.5e9)
-    assert cut[OperationClass.LATENCY] == pytest.approx((1 + 7 * layers + 1 + 2) * 100e-6)
+    assert cut[OperationClass.LATENCY] == pytest.approx((1 + 4 * layers + 1 + 2) * 100e-6)
     first, last = step(costs(1, 2, 0), 2, 16, 0), step(costs(1, 2, 1), 2, 16, 20)
     assert first[OperationClass.P2P_IN_NODE] == last[OperationClass.P2P_IN_NODE] == pytest.approx(hidden / 0.5e9)
 

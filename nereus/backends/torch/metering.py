@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from nereus.backends.emulation import NOTHING, Pacer, Seconds, TrainingCosts
 from nereus.backends.torch.model import StageModel
+from nereus.backends.torch.tensor_parallel import Sum
 from nereus.control.cost import FUSED_BACKWARD
 from nereus.control.efficiency import OperationClass
 from nereus.errors import OutOfMemory
@@ -83,11 +84,10 @@ class _DeviceClock:
 class _Division:
     """Divides a forward pass into operation classes: time belongs to the innermost module that runs."""
 
-    def __init__(self, stage: StageModel, clock: Any, *, between: OperationClass) -> None:
-        """``between``: the class of what a decoder layer does between its modules."""
+    def __init__(self, stage: StageModel, clock: Any) -> None:
         self._clock = clock
         self._classes = [(module, kind) for name, module in stage.named_modules() if (kind := _kind(name, module))]
-        self._classes += [(layer, between) for layer in stage.layers]
+        self._classes += [(layer, OperationClass.MEMORY) for layer in stage.layers]
 
     @contextlib.contextmanager
     def of_pass(self) -> Iterator[list[tuple[OperationClass, Any, Any]]]:
@@ -128,6 +128,8 @@ def _kind(name: str, module: nn.Module) -> OperationClass | None:
     leaf = name.rpartition(".")[2]
     if isinstance(module, nn.Linear):
         return OperationClass.GEMM
+    if isinstance(module, Sum):
+        return OperationClass.ALLREDUCE_IN_NODE
     if leaf == "self_attn":
         return OperationClass.ATTENTION
     return OperationClass.MEMORY if leaf == "mlp" or leaf.endswith("norm") else None
@@ -162,8 +164,7 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> Any:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return getattr(local, "elem", local).untyped_storage()  # of a collective's result
+    return tensor.untyped_storage()
 
 
 def sizes_bytes(buffers: Buffers) -> dict[str, int]:
@@ -206,7 +207,6 @@ class Meter:
         vocabulary_bytes: int,
         limit_bytes: int,
         costs: TrainingCosts | None,
-        between: OperationClass,
     ) -> None:
         """``ranks_left``: pipeline ranks from this one on; ``vocabulary_bytes``: of one token's logits here."""
         device = next(stage.parameters()).device
@@ -219,7 +219,7 @@ class Meter:
         self._limit_bytes = limit_bytes
         self._costs = costs
         self._pacer = Pacer()
-        self._division = _Division(stage, self._clock, between=between)
+        self._division = _Division(stage, self._clock)
         self._pass = _Pass()
         self.forget()
 

@@ -2,7 +2,7 @@
 
 Owner: the trainer. Models are transformers' own definitions, built on the meta device from config.json. Only what the
 slot's coordinates call for is given memory: its pipeline rank's layers, cut by the model's published tensor-parallel
-plan (DTensor; plain tensors at tp=1). Everything the slot holds lies in one flat buffer, so that optimizer steps,
+plan (``tensor_parallel.py``). Everything the slot holds lies in one flat buffer, so that optimizer steps,
 gradient sums and norms are single calls.
 
 Invariants (tests/backends/test_train_layouts.py): a layout that does not fit is refused before memory is allocated;
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from nereus.backends.torch.tensor_parallel import COLUMNS, ROWS, VOCABULARY, TensorRanks, parallelize
 from nereus.core.plan import Layout
 from nereus.errors import ConfigError
 from nereus.transition.reshard import Piece, TensorSpec, layer_range, piece_of
@@ -38,9 +39,10 @@ _ALIGNMENT_ELEMENTS = 16
 """Tensors start at multiples of this in the flat buffer: a cache line of float32."""
 
 _SPLIT: Mapping[str, Mapping[str, int | None]] = {
-    "colwise": {"weight": 0, "bias": 0},
-    "rowwise": {"weight": 1, "bias": None},
+    COLUMNS: {"weight": 0, "bias": 0},
+    ROWS: {"weight": 1, "bias": None},
 }
+_CUT = (*_SPLIT, VOCABULARY)
 _SUMMED = "replicated_with_grad_allreduce"
 
 Plan = Mapping[str, str]
@@ -157,7 +159,7 @@ def _vocabulary_splits(config: PretrainedConfig, tp: int) -> bool:
 def _style(path: str, config: PretrainedConfig, plan: Plan, tp: int) -> str | None:
     """Return the tensor-parallel style of the module at ``path``, or None if it is replicated."""
     if path in ("lm_head", "model.embed_tokens"):
-        return "vocabulary" if _vocabulary_splits(config, tp) else None
+        return VOCABULARY if _vocabulary_splits(config, tp) else None
     style = plan.get(_pattern(path))
     if style is not None and style != _SUMMED and style not in _SPLIT and tp > 1:
         raise ConfigError(
@@ -167,7 +169,7 @@ def _style(path: str, config: PretrainedConfig, plan: Plan, tp: int) -> str | No
 
 
 def _split(style: str | None, leaf: str) -> int | None:
-    if style == "vocabulary":
+    if style == VOCABULARY:
         return 0
     return _SPLIT[style][leaf] if style is not None and style in _SPLIT else None
 
@@ -258,10 +260,10 @@ class StageModel(nn.Module):  # type: ignore[misc]
         device: torch.device,
         recompute: bool,
         vocabulary_start: int | None,
-        mesh: Any = None,
+        ranks: TensorRanks,
     ) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._ranks = ranks
         held = layer_range(model.config.num_hidden_layers, layout.pp, pp_rank)
         self.first, self.last = pp_rank == 0, pp_rank == layout.pp - 1
         self.embedding = model.model.embed_tokens if self.first else None
@@ -277,9 +279,8 @@ class StageModel(nn.Module):  # type: ignore[misc]
         """First token id of this tp rank's part of the vocabulary, or None if it has the whole."""
 
     def let_go(self) -> None:
-        """Forget the process group: DTensor's caches keep the mesh for ever, and the mesh its group."""
-        if self._mesh is not None:
-            self._mesh._pg_registry.clear()
+        """Forget the process group; nothing can be computed any more."""
+        self._ranks.let_go()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.embedding(x) if self.embedding is not None else x
@@ -300,7 +301,7 @@ class StageModel(nn.Module):  # type: ignore[misc]
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocabulary part] of hidden states [n, hidden]; last pipeline rank only."""
         assert self.head is not None
-        result: Tensor = self.head(hidden)
+        result: Tensor = self.head(hidden if self.vocabulary_start is None else self._ranks.shared(hidden))
         return result
 
 
@@ -322,70 +323,26 @@ def materialize(
 ) -> tuple[StageModel, dict[str, nn.Parameter]]:
     """Put the slot's parameters, views of ``flat``, into the meta ``model`` and return its stage and those parameters.
 
-    At tp > 1 the modules of the published plan get DTensor parameters and their input and output layouts.
+    At tp > 1 the modules of the published plan hold and compute their parts.
     """
     pp_rank, tp_rank = layout.coordinates(index)
-    tied = {} if layout.pp > 1 else tied_names(model)
-    mesh = _mesh(tp_group, flat.device)
-    styles = {}
-    parameters: dict[str, nn.Parameter] = {}
+    tied = {} if layout.pp > 1 else tied_names(model)  # before their modules are replaced
     plan = _tp_plan(model)
+    ranks = TensorRanks(tp_group)
+    part = model.config.vocab_size // layout.tp
+    if layout.tp > 1:
+        paths = {entry.name.rpartition(".")[0] for entry in entries}
+        styles = {path: style for path in paths if (style := _style(path, model.config, plan, layout.tp)) in _CUT}
+        parallelize(model, styles, ranks, tp_rank * part)
+    parameters: dict[str, nn.Parameter] = {}
     for entry in entries:
         path, _, leaf = entry.name.rpartition(".")
-        module = model.get_submodule(path)
-        style = _style(path, model.config, plan, layout.tp)
-        data: Tensor = entry.view(flat)
-        if mesh is not None and style is not None and style != _SUMMED:
-            data = _distributed(data, entry, mesh)
-            styles[path] = _parallel_style(path, style)
-        parameters[entry.name] = module._parameters[leaf] = nn.Parameter(data)
+        parameters[entry.name] = model.get_submodule(path)._parameters[leaf] = nn.Parameter(entry.view(flat))
     for alias, stored in tied.items():
         path, _, leaf = alias.rpartition(".")
         model.get_submodule(path)._parameters[leaf] = parameters[stored]
-        if mesh is not None and (style := _style(path, model.config, plan, layout.tp)):
-            styles[path] = _parallel_style(path, style)
-    if mesh is not None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        parallelize_module(model, mesh, styles)
-        for alias, stored in tied.items():  # parallelizing wraps parameters anew: alias them again
-            path, _, leaf = alias.rpartition(".")
-            parameters[stored] = model.get_submodule(stored.rpartition(".")[0])._parameters[leaf]
-            model.get_submodule(path)._parameters[leaf] = parameters[stored]
-        parameters = {name: model.get_parameter(name) for name in parameters}
-    split = layout.tp > 1 and _vocabulary_splits(model.config, layout.tp)
-    start = tp_rank * (model.config.vocab_size // layout.tp) if split else None
+    start = tp_rank * part if layout.tp > 1 and _vocabulary_splits(model.config, layout.tp) else None
     stage = StageModel(
-        model, layout, pp_rank, device=flat.device, recompute=recompute, vocabulary_start=start, mesh=mesh
+        model, layout, pp_rank, device=flat.device, recompute=recompute, vocabulary_start=start, ranks=ranks
     )
     return stage, parameters
-
-
-def _mesh(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    if group is None:
-        return None
-    from torch.distributed.device_mesh import DeviceMesh
-
-    # DTensor caches decisions by equality of meshes, and with them the mesh itself. The dimension carries the group's
-    # name (and so the plan epoch), or else the same slots under a later plan would get the earlier plan's groups.
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
-
-
-def _distributed(local: Tensor, entry: Entry, mesh: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placement = Replicate() if entry.spec.split is None else Shard(entry.spec.split)
-    shape = torch.Size(entry.spec.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
-
-
-def _parallel_style(path: str, style: str) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if style == "colwise" or path == "lm_head":
-        return ColwiseParallel()
-    if style == "vocabulary":
-        return RowwiseParallel(input_layouts=Replicate())
-    return RowwiseParallel()

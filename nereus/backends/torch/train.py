@@ -52,7 +52,7 @@ from nereus.backends.torch.sharing import broadcast_batch
 from nereus.backends.torch.state import Blueprint, FlatRoom, TorchMemory
 from nereus.bus.messages import Loan, Receipt, Standing, StepReport
 from nereus.config import JobConfig
-from nereus.control.efficiency import CLASSES, OperationClass
+from nereus.control.efficiency import CLASSES
 from nereus.core.plan import POLICY_TRAINING, Emu, Plan, Replication, SlotId
 from nereus.core.shape import ModelShape
 from nereus.core.units import GIB
@@ -280,7 +280,6 @@ class TorchTrainer:
             vocabulary_bytes=columns * exact_dtype(self._dtype).itemsize,
             limit_bytes=emulate.memory_mb * 1_000_000,
             costs=costs,
-            between=OperationClass.MEMORY if layout.tp == 1 else OperationClass.ALLREDUCE_IN_NODE,
         )
 
     def _buffers(self) -> Buffers:
@@ -322,7 +321,7 @@ class TorchTrainer:
         gradient = self._policy_optimizer.gradient
         for entry in self._share_room.entries:
             parameter, view = share.parameters[entry.name], entry.view(gradient)
-            if hasattr(parameter, "to_local") or parameter.dtype != gradient.dtype:
+            if parameter.dtype != gradient.dtype:
                 parameter.register_post_accumulate_grad_hook(_adder(view))
             else:
                 parameter.grad = view
@@ -850,13 +849,7 @@ def _adder(view: Tensor):  # type: ignore[no-untyped-def]
     """Return a hook that moves a parameter's fresh gradient into ``view``."""
 
     def add(parameter: Tensor) -> None:
-        gradient: Any = parameter.grad
-        if hasattr(gradient, "to_local"):
-            placements = parameter.placements
-            if gradient.placements != placements:
-                gradient = gradient.redistribute(placements=placements)
-            gradient = gradient.to_local()
-        view.add_(gradient)
+        view.add_(parameter.grad)
         parameter.grad = None
 
     return add
