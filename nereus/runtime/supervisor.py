@@ -550,7 +550,8 @@ class Supervisor:
     def _unit_lost(self, worker: Worker) -> None:
         """A generation unit is as good as its slots: those that are left get it anew when all are there."""
         unit = self._fleet.unit_of(worker)
-        self._groups.lost(unit[0] if unit else worker, "lost")
+        for member in unit or [worker]:  # also one that led a unit before and was still finishing that one's groups
+            self._groups.lost(member, "lost")
         for other in unit:
             if other.alive:
                 other.state, other.version, other.switching = State.JOINED, None, None

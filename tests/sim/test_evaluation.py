@@ -101,3 +101,10 @@ def test_equal_storms_go_equally_and_can_be_ended_early() -> None:
     assert early.wrong == ""
     assert early.steps < 4
     assert early.virtual_s == pytest.approx(one.virtual_s / 2)
+
+
+@pytest.mark.deep
+def test_groups_that_a_former_leader_was_still_finishing_are_done_again() -> None:
+    """In this storm two units become one, and what the second one's leader had left is lost with the new unit."""
+    struck = storm(storm_job(32, 8), 85, 200.0)
+    assert (struck.wrong, struck.steps) == ("", 8)
