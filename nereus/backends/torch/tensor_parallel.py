@@ -1,8 +1,8 @@
 """How do the tensor ranks of a stage compute one layer together?
 
 Owner: the trainer. Every rank holds its part of the weights of a split module, as the model's published plan says, and
-computes with it alone. What the ranks find in parts is added up in four places of a decoder layer: forward after each
-block, backward before each. All projections that read one input share its gradient's sum.
+computes with it alone. What the ranks find in parts is added up four times a decoder layer: forward at the end of each
+of its two blocks, backward at their beginning, where all projections that read one input share its gradient's sum.
 
 Why not DTensor: it decides for every new shape of an operation's input anew and keeps the decision for ever; here every
 micro-batch may have a shape of its own. It also adds up the input's gradient of each projection for itself
@@ -26,7 +26,7 @@ COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "vocabulary"
 
 
 class TensorRanks:
-    """The process group of the ranks that hold parts of the same modules; one on whose own it is None."""
+    """The process group of the ranks that hold parts of the same modules; None if one rank holds all."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
