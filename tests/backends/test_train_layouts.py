@@ -38,6 +38,7 @@ TEMPERATURE = 0.8
 FAMILIES = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False, "attention_bias": False}),
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama_padded": (LlamaConfig, {"tie_word_embeddings": True, "pad_token_id": 3}),
     "llama_odd": (LlamaConfig, {"tie_word_embeddings": True, "vocab_size": 97}),
     "qwen2_tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 8}),
@@ -294,6 +295,7 @@ def test_one_and_two_slots_equal_one_process(tmp_path: Path) -> None:
             ("t2p1", "llama", {}),
             ("t2p1", "llama_tied", {"minibatches": 2, "loss": {"normalize": "sequence", "kl_coefficient": 0.05}}),
             ("t2p1", "llama_odd", {}),
+            ("t2p1", "llama_padded", {}),
             ("t2p1", "qwen2_tied", {"recompute": True}),
             ("t2p1", "qwen3", {}),
             ("t1p2", "llama", {}),

@@ -76,11 +76,16 @@ class VocabularyEmbedding(nn.Embedding):  # type: ignore[misc]
         super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
         self.sum = Sum(ranks)
         self._first = first
+        self._padding = whole.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
+        held = len(self.weight)
         local = ids - self._first
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= held)
+        # The row of the padding token is never learned from; it may be another rank's.
+        padding = None if self._padding is None else self._padding - self._first
+        padding = padding if padding is not None and 0 <= padding < held else None
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         result: Tensor = self.sum(found.masked_fill(elsewhere[..., None], 0.0))
         return result
 
