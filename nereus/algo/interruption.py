@@ -3,7 +3,7 @@
 Owner: tests and benchmarks; a pure function of journal records, like ``history.py``. A rollout is touched if its unit
 is not the same, on the same slots, in the plan before and after. Invariants (tests/algo/test_interruption.py): a group
 counts once for each change that finds it in flight; what an untouched rollout had begun is accepted in the same
-attempt, or counted as lost.
+attempt, is still at work when a later change touches its rollout, or is counted as lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Interruption:
     seconds: float = 0.0
     """From the boundary to the new plan in force."""
     kept: set[int] = field(default_factory=set)
-    """On untouched rollouts, accepted later in the same attempt: no token was lost."""
+    """On untouched rollouts, accepted later in the same attempt, or so far unharmed when a later change touched its
+    rollout: this change lost no token of it."""
     lost: set[int] = field(default_factory=set)
     """On untouched rollouts, issued again."""
     finished: set[int] = field(default_factory=set)
@@ -84,6 +85,11 @@ class _Follower:
             if unit in target and unit["model_stage"]["stage"] == _GENERATION
             for slot in unit["slots"]
         }
+        # What becomes of a group whose rollout this change touches is this change's doing, not that of earlier ones.
+        for group, (attempt, owner) in self._held.items():
+            if owner not in untouched:
+                for change in self.found:
+                    change.settle(group, attempt)
         self._running = Interruption(record["plan"]["epoch"])
         self._running.open = {
             group: (attempt, owner not in untouched) for group, (attempt, owner) in self._held.items()

@@ -84,3 +84,13 @@ def test_a_long_group_counts_for_every_change_that_finds_it_in_flight() -> None:
         records += [begun(epoch, stays, rollout(epoch, 2)), committed(epoch, stays, rollout(epoch, 2)), ended(epoch)]
     first, second = interruptions([*records, accepted(0)])
     assert first.kept == second.kept == {0}
+
+
+def test_what_a_later_change_takes_from_a_rollout_is_not_charged_to_an_earlier_one() -> None:
+    first, second = rollout(0, 1), rollout(1, 2)
+    records = [committed(0, first, second), granted(1, 0), granted(2, 1)]
+    records += [begun(1, first, second, rollout(2, 3)), committed(1, first, second, rollout(2, 3)), ended(1)]
+    records += [begun(2, first, rollout(2, 3)), reissued(1), committed(2, first, rollout(2, 3)), ended(2)]
+    earlier, later = interruptions([*records, accepted(0), granted(1, 1, attempt=1), accepted(1, attempt=1)])
+    assert (earlier.kept, earlier.lost, earlier.open) == ({0, 1}, set(), {})
+    assert (later.kept, later.reissued, later.open) == ({0}, {1}, {})
