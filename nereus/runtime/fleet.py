@@ -107,14 +107,19 @@ class Fleet:
 
     def slots(self) -> list[SlotId]:
         """Return the slots whose worker is alive and stays, in order."""
+        return sorted([worker.slot for worker in self._present() if not worker.retired])
+
+    def present(self) -> list[SlotId]:
+        """Return the slots whose worker is alive, those that are to leave included, in order."""
+        return sorted([worker.slot for worker in self._present()])
+
+    def _present(self) -> list[Worker]:
         starting, gone = State.STARTING, State.GONE
-        return sorted(
-            [
-                worker.slot
-                for worker in self._workers.values()
-                if worker.slot >= 0 and worker.state is not starting and worker.state is not gone and not worker.retired
-            ]
-        )
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.slot >= 0 and worker.state is not starting and worker.state is not gone
+        ]
 
     def hosts(self) -> dict[SlotId, str]:
         """Return where the workers of slots have said that they are."""

@@ -61,7 +61,7 @@ class Planning(Protocol):
         """Learn from a step that did not fit."""
 
     def watch(self, alive: Collection[SlotId], now: float) -> None:
-        """Take note of which slots are alive."""
+        """Take note of which slots are alive, those that are drained and have not left yet included."""
 
     def drain(self, gone: Collection[SlotId], slots: Collection[SlotId]) -> str:
         """Do without the slots ``gone``, ``slots`` being left; return why that cannot be done, or nothing."""

@@ -928,7 +928,7 @@ class Supervisor:
     async def _on_tick(self) -> None:
         self._check_deadlines()
         if self._started:
-            self._planning.watch(self._fleet.slots(), self._now())
+            self._planning.watch(self._fleet.present(), self._now())
             for rollout in self._fleet.rollouts():
                 if rollout.state in (State.READY, State.LIVE):
                     await self._switch(rollout)

@@ -83,9 +83,11 @@ class Watched:
         """Not shown."""
 
 
-def simulate(config: JobConfig, folder: Path, *, trace: Trace = QUIET, **options: Any) -> tuple[Outcome, Watched]:
+def simulate(
+    config: JobConfig, folder: Path, *, trace: Trace = QUIET, watched: Watched | None = None, **options: Any
+) -> tuple[Outcome, Watched]:
     """Run a job to its end."""
-    watched = Watched()
+    watched = watched or Watched()
 
     async def main() -> Outcome:
         watched.simulation = Simulation(config, SHAPE, trace, folder / "journal.jsonl", watched, **options)

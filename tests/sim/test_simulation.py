@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from pathlib import Path
 
 import pytest
-from simulated import job, problems, simulate
+from simulated import Watched, job, problems, simulate
 
+from nereus.bus.messages import StepReport
 from nereus.errors import ConfigError
-from nereus.runtime.journal import Decided, WorkerJoined, read_journal
+from nereus.runtime.journal import Decided, WorkerGone, WorkerJoined, read_journal
 from nereus.runtime.regroup import StateLost
 from nereus.sim.course import Failures
-from nereus.sim.policy import Given
+from nereus.sim.policy import Given, Policy
 from nereus.sim.trace import Failure, StepLengths, StepSupply, Supply, Trace
 from tests.tiers import spread
 
@@ -40,6 +43,29 @@ def test_what_groups_are_like_depends_on_no_plan(tmp_path: Path) -> None:
         _, watched = simulate(config, folder, policy=Given())
         tokens.append(sum(report.tokens for report in watched.reports))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("policy", [Given(), None], ids=["given", "adaptive"])
+def test_a_slot_that_is_drained_while_trainers_are_at_work_is_left(tmp_path: Path, policy: Policy | None) -> None:
+    """Its worker is there until the next boundary, many ticks later, and is no slot to plan with."""
+
+    class Operator(Watched):
+        def step(self, report: StepReport, metrics: dict[str, float]) -> None:
+            super().step(report, metrics)
+            if report.step == 0:  # the samples of the next step are there: it begins with the weights published
+                assert self.simulation is not None
+                loop, drain = asyncio.get_running_loop(), self.simulation.take_back
+                loop.call_later(2.0, lambda: asyncio.ensure_future(drain((5,), math.inf)))
+
+    config = job(slots=14, train="d1t2p2", steps=6)  # training takes longer than a tick
+    outcome, watched = simulate(config, tmp_path, watched=Operator(), **({"policy": policy} if policy else {}))
+    assert outcome.finished
+    assert problems(tmp_path, config) == []
+    assert watched.plans and 5 not in watched.plans[-1].slots(), "the first plan uses slots 0 to 11"
+    gone = [
+        one.record for one in read_journal(tmp_path / "journal.jsonl").entries if isinstance(one.record, WorkerGone)
+    ]
+    assert [(one.worker, one.expected) for one in gone] == [("slot-5", True)]
 
 
 @pytest.mark.deep
