@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO, cast
 
 import msgspec
 import structlog
@@ -42,6 +43,7 @@ from nereus.runtime.journal import Journal, read_journal, replay
 from nereus.runtime.logs import configure_logs
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.observer import RunObserver
+from nereus.runtime.outlet import Outlet
 from nereus.runtime.placement import initial_plan, slots_ever
 from nereus.runtime.pool import cluster_of, starting_estimate
 from nereus.runtime.processes import Exited, LocalProcesses
@@ -75,7 +77,18 @@ async def supervise(
         level=config.run.log_level,
         run=folder.name,
     )
-    console = Console()
+    with contextlib.ExitStack() as open_until_the_end:
+        console = Console()
+        if not console.is_terminal:
+            outlet = open_until_the_end.enter_context(Outlet(sys.stdout.fileno()))
+            console = Console(file=cast(TextIO, outlet))
+        return await _shown(config, folder, console, resume, local_workers=local_workers, readopt=readopt)
+
+
+async def _shown(
+    config: JobConfig, folder: RunFolder, console: Console, resume: Path | None, *, local_workers: bool, readopt: bool
+) -> int:
+    """Run a job to its end and show how it goes on ``console``."""
     display = make_display(console, run=folder.name, steps=config.run.steps)
     folder.write_status("starting")
     display.start()
