@@ -103,6 +103,7 @@ def _refusal(options: Options, question: Question, lost: Infeasible) -> ConfigEr
 def _report(options: Options, question: Question, found: Found) -> PlanReport:
     pricing, solution, plan = question.pricing, found.solution, found.placement.plan
     problem = found.problem
+    phases = list(_phases(question, problem, solution))
     return PlanReport(
         "nereus-plan-1",
         options.model,
@@ -111,8 +112,8 @@ def _report(options: Options, question: Question, found: Found) -> PlanReport:
         str(pricing.workflow.algorithm),
         pricing.workflow.asynchronous,
         solution.latency_s,
-        problem.exposed_s,
-        tuple(_phases(problem, solution)),
+        problem.exposed_s + sum(sync_s for _, sync_s in phases),
+        tuple(phase for phase, _ in phases),
         tuple(_stage(question, found, stage) for stage in pricing.workflow.model_stages),
         _memory(question, found),
         tuple(_runners_up(solution)),
@@ -124,12 +125,14 @@ def _report(options: Options, question: Question, found: Found) -> PlanReport:
     )
 
 
-def _phases(problem: Problem, solution: Solution) -> Iterator[PhaseFigures]:
+def _phases(question: Question, problem: Problem, solution: Solution) -> Iterator[tuple[PhaseFigures, float]]:
+    """Yield each phase, and the seconds that it adds to the weight sync."""
     for index, side in enumerate(problem.sides):
         for phase in side:
             chosen = [solution.of(member.model_stage) for member in phase.members]
             slowest = max(chosen, key=lambda one: one.seconds)
-            yield PhaseFigures(phase.name, index, slowest.seconds, str(slowest.model_stage))
+            sync_s = breakdown(question.pricing, slowest).weight_sync_s
+            yield PhaseFigures(phase.name, index, slowest.seconds - sync_s, str(slowest.model_stage)), sync_s
 
 
 def _stage(question: Question, found: Found, stage: ModelStage) -> StageFigures:
@@ -145,7 +148,7 @@ def _stage(question: Question, found: Found, stage: ModelStage) -> StageFigures:
         units,
         chosen.micro_batch,
         chosen.recompute,
-        chosen.seconds,
+        chosen.seconds - detail.weight_sync_s,
         detail.seconds,
         {name: round(size) for name, size in detail.memory_bytes.items()},
     )

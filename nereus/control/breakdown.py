@@ -2,8 +2,8 @@
 
 Reads the price lists of ``candidates`` row by row, those included that the planner leaves out because others beat them:
 what runs now, what an operator asks for, and what lost must be priced too. Invariants
-(tests/control/test_breakdown.py): the seconds by class add up to the candidate's, the bytes by purpose to its resident
-and transient bytes; what is read here equals what ``candidates`` lists.
+(tests/control/test_breakdown.py): the seconds by class and those of the weight sync add up to the candidate's, the
+bytes by purpose to its resident and transient bytes; what is read here equals what ``candidates`` lists.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nereus.control.cost import Recompute
 from nereus.control.efficiency import Array, Efficiencies, Flags
 from nereus.control.memory import MARGIN, MemoryCalibration
 from nereus.control.problem import Candidate
+from nereus.control.weight_sync import sync_seconds
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout, ModelStage, Replication, Stage
 from nereus.core.shape import ModelShape
@@ -62,9 +63,11 @@ class Breakdown(Struct, frozen=True):
     """One candidate in detail."""
 
     seconds: dict[str, float]
-    """By operation class, ``latency`` for what no class owns."""
+    """By operation class, ``fixed`` for what no class owns."""
     memory_bytes: dict[str, float]
     """By purpose, of the fullest slot; ``workspace`` is what libraries hold."""
+    weight_sync_s: float
+    """What the layout adds to the weight sync."""
 
 
 class Leanest(Struct, frozen=True):
@@ -88,7 +91,8 @@ def breakdown(pricing: Pricing, candidate: Candidate) -> Breakdown:
         for name, size in priced.memory.table(row).items()
     }
     workspace = {"workspace": pricing.calibration.workspace_bytes}
-    return Breakdown(priced.work.split(pricing.efficiencies, row), sizes | workspace)
+    sync = float(_sync_seconds(pricing, candidate.model_stage, priced)[row])
+    return Breakdown(priced.work.split(pricing.efficiencies, row), sizes | workspace, sync)
 
 
 def ways(
@@ -152,10 +156,16 @@ def _sizes(pricing: Pricing, priced: Priced) -> tuple[Array, Array, Flags]:
     return resident, transient, (resident + transient) * MARGIN <= pricing.cluster.device.memory_bytes
 
 
+def _sync_seconds(pricing: Pricing, stage: ModelStage, priced: Priced) -> Array:
+    shape, compute_bytes = pricing.shape_of(stage), pricing.space.compute_bytes
+    return sync_seconds(stage, shape, pricing.workflow, pricing.cluster, priced.setups, compute_bytes)
+
+
 def _listed(
     pricing: Pricing, stage: ModelStage, priced: Priced, wanted: Callable[[Layout, int], bool], fitting: bool
 ) -> tuple[Candidate, ...]:
-    setups, seconds = priced.setups, priced.seconds(pricing.efficiencies)
+    setups = priced.setups
+    seconds = priced.work.seconds(pricing.efficiencies) + _sync_seconds(pricing, stage, priced)
     resident, transient, fits = _sizes(pricing, priced)
     training = stage.stage is Stage.TRAINING
     found = list[Candidate]()

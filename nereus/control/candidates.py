@@ -29,6 +29,7 @@ from nereus.control.memory import (
     training_memory,
 )
 from nereus.control.problem import Candidate, Member, Phase, Problem
+from nereus.control.weight_sync import sync_seconds
 from nereus.core.cluster import Cluster
 from nereus.core.plan import Layout, ModelStage, Stage
 from nereus.core.shape import ModelShape
@@ -75,9 +76,6 @@ class Priced(Struct, frozen=True, eq=False):
     work: Work
     memory: Memory
 
-    def seconds(self, efficiencies: Efficiencies) -> Array:
-        return self.work.seconds(efficiencies)
-
 
 def layouts(shape: ModelShape, cluster: Cluster, space: Space) -> list[Layout]:
     """Return the layouts that hold the model: powers of two, tensor groups inside a node unless allowed to cross."""
@@ -107,9 +105,10 @@ def candidates(
 
     Of alternatives with equal slots, one that is no faster and needs no less memory than another is left out.
     """
-    learned = calibration or MemoryCalibration()
-    priced = price(stage, shape, workload, workflow.responses_per_sample, cluster, space or Space())
-    seconds = priced.seconds(efficiencies)
+    learned, space = calibration or MemoryCalibration(), space or Space()
+    priced = price(stage, shape, workload, workflow.responses_per_sample, cluster, space)
+    seconds = priced.work.seconds(efficiencies)
+    seconds += sync_seconds(stage, shape, workflow, cluster, priced.setups, space.compute_bytes)
     count = len(priced.setups)
     resident = np.broadcast_to(priced.memory.resident_bytes(), (count,))
     transient = np.broadcast_to(priced.memory.transient_bytes(learned), (count,))
@@ -239,9 +238,10 @@ def problem(
 ) -> Problem:
     """State the planner's problem for a workflow; ``shapes`` names each model's shape, ``policy`` for those not named.
 
-    ``exposed_s`` is what the weight sync adds; by default the time to write one slot's share of the policy's weights
-    over the slowest link. ``host_s`` is the CPU-side processing of a step (``host_seconds``); asynchronous workflows
-    hide it behind generation.
+    ``exposed_s`` is what the weight sync adds whatever the layouts are; by default, the time in which an asynchronous
+    workflow writes one slot's share of the policy's weights over the slowest link, and nothing in a synchronous one,
+    where each layout has its price (``weight_sync``). ``host_s`` is the CPU-side processing of a step
+    (``host_seconds``); asynchronous workflows hide it behind generation.
     """
 
     def member(stage: ModelStage) -> Member:
@@ -255,7 +255,8 @@ def problem(
         tuple(Phase(phase[0].stage.name.lower(), tuple(map(member, phase))) for phase in side)
         for side in workflow.sides
     )
-    sync = 2.0 * shapes["policy"].parameters / cluster.slots_per_node / cluster.cross_node.bytes_per_s
+    written = 2.0 * shapes["policy"].parameters / cluster.slots_per_node / cluster.cross_node.bytes_per_s
+    sync = written if workflow.asynchronous else 0.0
     return Problem(
         sides,
         cluster.size,

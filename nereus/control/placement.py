@@ -5,7 +5,8 @@ time share no slot; memory fits on every slot; a unit that needs no change keeps
 is used twice in a run; tensor groups lie inside a node wherever free slots allow it, and those that do not are named.
 
 Greedy and deterministic: the widest tensor groups first, whole units before parts of units, then the pairs of group and
-pipeline rank with the most resident bytes.
+pipeline rank with the most resident bytes. What is placed anew goes where the weight sync has least to bring into a
+node, then where slots hold least.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from nereus.control.problem import Candidate, Infeasible, Problem, Solution, gib
-from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId
+from nereus.core.plan import Emu, Layout, ModelStage, Plan, SlotId, Stage
 
 Group = tuple[SlotId, ...]
 """The slots of one tensor-parallel group, tp rank by tp rank."""
@@ -68,6 +69,10 @@ class _Room:
         self.busy: dict[tuple[int, int], set[SlotId]] = {}
         self.resident: dict[SlotId, int] = dict.fromkeys(self.node_of, 0)
         self.transient: dict[SlotId, int] = dict.fromkeys(self.node_of, 0)
+        self.synced: dict[int, float] = dict.fromkeys(range(len(nodes)), 0.0)
+        """Bytes of trained weights that each weight sync brings into a node."""
+        self.trained: dict[str, dict[int, float]] = {}
+        """Of each trained model, which share of its weights the trainers of a node hold."""
 
     def open(self, phase: tuple[int, int], slot: SlotId) -> bool:
         """May a member of ``phase`` (side, phase within it) have this slot, its side's budget aside?"""
@@ -90,6 +95,23 @@ class _Room:
         for slot in slots:
             self.resident[slot] += candidate.resident_bytes
             self.transient[slot] = max(self.transient[slot], candidate.transient_bytes)
+
+    def lacking(self, candidate: Candidate, node: int) -> float:
+        """Return the bytes that the weight sync would have to bring into a node where ``candidate`` had its units."""
+        if (held := self.trained.get(candidate.model_stage.model)) is None:
+            return 0.0
+        needed = min(1.0, len(self.nodes[node]) / candidate.layout.slots)
+        return max(0.0, needed - held.get(node, 0.0)) * candidate.resident_bytes * candidate.layout.slots
+
+    def settle(self, candidate: Candidate, units: Sequence[Group]) -> None:
+        """Note what the units of a member, now complete, hold of trained weights or have to be sent of them."""
+        if candidate.model_stage.stage is Stage.TRAINING:
+            held = self.trained.setdefault(candidate.model_stage.model, {})
+            for node, places in _places(self, units).items():
+                held[node] = len(places) / candidate.layout.slots
+            return
+        for node in _places(self, units):
+            self.synced[node] += self.lacking(candidate, node)
 
     def groups(self, phase: tuple[int, int], width: int) -> Iterator[Group]:
         """Yield the open groups of ``width`` neighbours in a node, aligned so that groups of other widths nest."""
@@ -135,10 +157,19 @@ def place(
         return Infeasible("slots", missing, f"the plan needs {sum(solution.shares)} slots and {count} are there")
     room = _Room([tuple(node) for node in nodes], solution.shares)
     wanted = list(_wanted(problem, solution))
-    order = sorted(wanted, key=lambda one: (-one.candidate.layout.tp, -one.candidate.resident_bytes))
+    trained = {one.candidate.model_stage.model for one in wanted if one.candidate.model_stage.stage is Stage.TRAINING}
+
+    def turn(one: _Wanted) -> tuple[int, bool, bool, int]:
+        """Trainers come before what reads their weights, and that before what reads none, among equally wide groups."""
+        stage = one.candidate.model_stage
+        training, reads = stage.stage is Stage.TRAINING, stage.model in trained
+        return -one.candidate.layout.tp, not training, not reads, -one.candidate.resident_bytes
+
+    order = sorted(wanted, key=turn)
     kept = {one.candidate.model_stage: _keep_units(room, one, current) for one in order}
     for one in order:
         _place_rest(room, one, current)
+        room.settle(one.candidate, one.units)
     fullest = max(room.resident, key=lambda slot: room.resident[slot] + room.transient[slot])
     memory = room.resident[fullest] + room.transient[fullest]
     if memory > problem.usable_bytes:
@@ -167,6 +198,15 @@ def _keep_units(room: _Room, wanted: _Wanted, current: Plan) -> list[int]:
     return ordinals
 
 
+def _places(room: _Room, units: Sequence[Group]) -> dict[int, set[int]]:
+    """Return which parts of a unit are on each node."""
+    found: dict[int, set[int]] = {}
+    for unit in units:
+        for place, slot in enumerate(unit):
+            found.setdefault(room.node_of[slot], set()).add(place)
+    return found
+
+
 def _place_rest(room: _Room, wanted: _Wanted, current: Plan) -> None:
     """Find tensor groups for each pipeline rank of the units still missing, and join them to units."""
     candidate, layout = wanted.candidate, wanted.candidate.layout
@@ -185,7 +225,10 @@ def _place_rest(room: _Room, wanted: _Wanted, current: Plan) -> None:
         if score < 0 and len(ranks[rank]) < missing and room.fits(wanted.phase, group):
             room.take(wanted.phase, group, candidate)
             ranks[rank].append(group)
-    roomy = sorted(groups, key=lambda group: sum(room.resident[slot] for slot in group))
+    burdens = [room.synced[node] + room.lacking(candidate, node) for node in range(len(room.nodes))]
+    roomy = sorted(
+        groups, key=lambda group: (burdens[room.node_of[group[0]]], sum(room.resident[slot] for slot in group))
+    )
     free = [group for group in roomy if room.fits(wanted.phase, group)]
     short = sum(missing - len(rank) for rank in ranks)
     # Neighbours go to the same unit: what is taken is sorted by place again before it is dealt out.

@@ -32,7 +32,7 @@ def test_details_add_up_and_the_lists_agree(stage: ModelStage) -> None:
     assert set(listed) <= set(everything)
     for one in listed[::5]:
         detail = breakdown(PRICING, one)
-        assert sum(detail.seconds.values()) == pytest.approx(one.seconds)
+        assert sum(detail.seconds.values()) + detail.weight_sync_s == pytest.approx(one.seconds)
         assert sum(detail.memory_bytes.values()) == pytest.approx(one.resident_bytes + one.transient_bytes, abs=4)
 
 

@@ -162,3 +162,19 @@ def test_any_plan_after_any_plan_fits(seed: int) -> None:
             gone = {emu.id for emu in plan.emus} - {emu.id for emu in found.plan.emus}
             seen.update(dict.fromkeys(gone, ("gone",)))
             plan, ordinals = found.plan, found.next_ordinals
+
+
+def test_what_reads_a_second_trained_model_goes_where_the_first_one_needs_least_from_outside() -> None:
+    """Nodes 0 and 1 have the policy's trainers and lack half of it, nodes 2 to 5 lack all of it."""
+    critic_training = ModelStage(Stage.TRAINING, "critic")
+    asked = problem(
+        [
+            [choose(GENERATION, 6, 4)],
+            [choose(CRITIC, 1, 1, 2), choose(REFERENCE, 1, 1, 2)],
+            [choose(TRAINING, 1, 4, 2), choose(critic_training, 1, 4, 4)],
+        ],
+        pool=24,
+    )
+    found = placed(asked)
+    (policy,), (critic,) = found.plan.of(TRAINING), found.plan.of(CRITIC)
+    assert set(critic.slots) < set(policy.slots)

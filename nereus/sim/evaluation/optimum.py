@@ -34,7 +34,8 @@ _ASSUMES = (
     f"{MOST} fastest runners-up, and what the same search finds, with {MOST} runners-up, when each way to run a "
     "model-stage has its seconds in the simulated truth in the place of the planner's. So the best is over the "
     "planner's whole space as far as model-stages do not slow each other, not over all plans executed one by one; "
-    "plans that the planner deems too large for memory are in no list. The paper executed 480 plans in 18 settings."
+    "plans that the planner deems too large for memory are in no list. All are placed on slots by the planner's own "
+    "rule. The paper executed 480 plans in 18 settings."
 )
 
 
