@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(VENV)/.train
 	$(BIN)/nereus run $(JOB) $(ARGS)
 
-test: fast deep live
+test: fast deep live slow
 
 fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
@@ -38,7 +38,7 @@ live: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "$(LIVE)" --durations=10 $(ARGS)
 
 slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "$(SLOW)" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(SLOW)" --durations=10 $(ARGS)
 
 # SEEDS random walks of twelve plans, each trained from beginning to end and compared with a run without any change.
 walks: $(VENV)/.test
