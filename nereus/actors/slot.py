@@ -12,12 +12,14 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from structlog.contextvars import bind_contextvars
+
 from nereus.actors.host import Actor
 from nereus.actors.rollout import RolloutActor
 from nereus.actors.trainer import TrainerActor
 from nereus.actors.wiring import Wiring
 from nereus.bus.endpoint import Delivery, Endpoint, PeerGone
-from nereus.bus.messages import Assign, Commit, Message, Ok, Refused, Take, Vacate
+from nereus.bus.messages import Assign, Commit, Message, Ok, Refused, Switch, Take, Train, Vacate
 from nereus.config import JobConfig
 from nereus.core.plan import ModelStage, SlotId, Stage
 from nereus.errors import ProtocolError
@@ -26,7 +28,7 @@ BACKENDS = {
     ("torch", Stage.TRAINING): ("nereus.backends.torch.train", "TorchTrainer"),
     ("torch", Stage.GENERATION): ("nereus.backends.torch.rollout", "TorchRollout"),
 }
-"""(backend name, stage) -> where its class lives; the class is called with the job's configuration."""
+"""(backend name, stage) -> where its class lives; the class is called with the job's configuration and the slot."""
 
 TEXT = "nereus.backends.text"
 """Where the rollout actor's codec lives."""
@@ -50,13 +52,13 @@ def modules_for(config: JobConfig) -> tuple[str, ...]:
     return (TEXT, *backends, *(LATE if backends else ()))
 
 
-def load_backend(name: str, stage: Stage, config: JobConfig) -> Any:
+def load_backend(name: str, stage: Stage, config: JobConfig, slot: SlotId) -> Any:
     """Import and construct a backend; ``ProtocolError`` names the ones that exist."""
     if (name, stage) not in BACKENDS:
         known = ", ".join(backend for backend, of in BACKENDS if of == stage)
         raise ProtocolError(f"there is no backend {name!r} for {stage.name.lower()}; known: {known}")
     module, attribute = BACKENDS[name, stage]
-    return getattr(importlib.import_module(module), attribute)(config)
+    return getattr(importlib.import_module(module), attribute)(config, slot)
 
 
 class SlotActor:
@@ -79,6 +81,7 @@ class SlotActor:
         return str(self._model_stage) if self._model_stage else ""
 
     async def handle(self, delivery: Delivery) -> Message | None:
+        self._bind_to_logs(delivery.message)
         match delivery.message:
             case Assign(emu, source=source) if emu.model_stage != self._model_stage:
                 await self._become(emu.model_stage, source)
@@ -107,6 +110,19 @@ class SlotActor:
         if self._actor is not None:
             await self._actor.close()
 
+    def _bind_to_logs(self, message: Message) -> None:
+        """Let what this endpoint's handler logs from now on say for which unit, plan, step and version."""
+        match message:
+            case Assign(emu):
+                bind_contextvars(emu=emu.id, epoch=self._control.epoch)
+            case Commit(plan):
+                units = ", ".join(emu.id for emu in plan.on(self._slot))
+                bind_contextvars(emu=units or "idle", epoch=plan.epoch)
+            case Train(step, version):
+                bind_contextvars(step=step, version=version)
+            case Switch(version):
+                bind_contextvars(version=version)
+
     async def _vacate(self) -> None:
         """Give up the unit and its memory."""
         await self.close()
@@ -121,10 +137,10 @@ class SlotActor:
     def _build(self, model_stage: ModelStage, source: Path) -> Actor:
         """Construct the actor; runs off the loop because importing a backend takes seconds."""
         if model_stage.stage is Stage.TRAINING:
-            trainer = load_backend(self._config.train.backend, Stage.TRAINING, self._config)
+            trainer = load_backend(self._config.train.backend, Stage.TRAINING, self._config, self._slot)
             return TrainerActor(trainer, self._slot, self._control, self._wiring)
         if model_stage.stage is Stage.GENERATION:
-            engine = load_backend(self._config.rollout.backend, Stage.GENERATION, self._config)
+            engine = load_backend(self._config.rollout.backend, Stage.GENERATION, self._config, self._slot)
             codec = importlib.import_module(TEXT).ModelText(source, self._config)
             transcript = self._transcripts / f"slot-{self._slot}.jsonl"
             return RolloutActor(engine, codec, self._config, self._slot, self._control, self._wiring, transcript)

@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -262,7 +263,7 @@ class TrainerActor:
         return plan.of(POLICY_TRAINING)[0].slots[0] == self._slot
 
     async def _run(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        return await asyncio.get_running_loop().run_in_executor(self._compute, copy_context().run, work)
 
     async def _assign(self, assign: Assign) -> None:
         began = perf_counter()

@@ -76,6 +76,7 @@ async def supervise(
         log_format=config.run.log_format,
         level=config.run.log_level,
         run=folder.name,
+        epoch=0,
     )
     with contextlib.ExitStack() as open_until_the_end:
         console = Console()

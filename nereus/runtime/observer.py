@@ -12,6 +12,7 @@ from nereus.core.plan import Plan
 from nereus.runtime.display import Display, StepView, TransitionView, WorkerView
 from nereus.runtime.fleet import State, Worker
 from nereus.runtime.folder import RunFolder
+from nereus.runtime.logs import bind
 from nereus.runtime.metrics import MetricsWriter, TensorBoard, read_metrics
 from nereus.runtime.surroundings import TransitionProgress
 from nereus.runtime.timeline import summarized
@@ -50,6 +51,7 @@ class RunObserver:
 
         The supervisor before may have been killed before it wrote the last one's figures: a step has a line anyway.
         """
+        bind(step=step, version=version)
         if step > self._last_written:
             self._metrics.write(step, version - 1, self._wall_before, {"plan/transitions": self._transitions})
 
@@ -58,6 +60,7 @@ class RunObserver:
         metrics = {**metrics, **self._plan_figures()}
         self._metrics.write(report.step + 1, report.version, wall_s, metrics)
         self._folder.write_status("running", step=report.step + 1, version=report.version + 1)
+        bind(step=report.step + 1, version=report.version + 1)
         self._display.status("training")
         get = metrics.get
         nan = math.nan
@@ -110,6 +113,7 @@ class RunObserver:
         self._transitions += self._plan is not None and plan.epoch != self._plan.epoch
         self._transition_s += self._now() - self._moving_since if self._moving_since else 0.0
         self._plan, self._moving_since = plan, 0.0
+        bind(epoch=plan.epoch)
         self._display.plan(plan.epoch, summarized(plan))
 
     def transition(self, progress: TransitionProgress) -> None:

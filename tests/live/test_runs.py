@@ -99,29 +99,38 @@ def test_sigterm_drains_and_the_resumed_run_neither_skips_nor_repeats(job: Job) 
     assert check_history(job.history(), staleness=1, groups_per_step=4) == []
 
 
+def _logs(folder: Path, worker: str) -> list[str]:
+    return (folder / "logs/latest" / f"{worker}.log").read_text().splitlines()
+
+
 def test_a_run_resumed_changed_to_other_layouts_or_bereft_of_a_trainer_equals_the_straight_one(
     job: Job, tmp_path: Path
 ) -> None:
+    """With a reference model, which a recipe has made: every new process has to find it again."""
     straight, broken, changed, killed = (tmp_path / name for name in ("straight", "broken", "changed", "killed"))
-    code, output = job.run(*DETERMINISTIC, "--rollout.layout", "d1t1p1", folder=straight)
+    settings = (*DETERMINISTIC, "--train.loss.kl_coefficient", "0.05")
+    code, output = job.run(*settings, "--rollout.layout", "d1t1p1", folder=straight)
     assert code == 0, output[-3000:]
-    process = job.start(*DETERMINISTIC, "--train.layout", "d2t1p1", folder=broken)
+    process = job.start(*settings, "--train.layout", "d2t1p1", folder=broken)
     job.folder = broken
     job.wait_for(process, lambda entry: isinstance(entry.record, record.CheckpointCommitted))
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 0, output[-3000:]
-    code, output = job.run(*DETERMINISTIC, "--resume", "3", "--train.layout", "d1t2p1", folder=broken)
+    code, output = job.run(*settings, "--resume", "3", "--train.layout", "d1t2p1", folder=broken)
     assert code == 0, output[-3000:]
     walk = "1 d1t2p1 d1t1p1; 2 d1t1p2 d1t1p1; 3 d1t1p1 d2t1p1; 4 d2t1p1 d1t1p1; 5 d1t2p1 d1t1p1"
     start = ("--rollout.layout", "d1t1p1", "--train.layout", "d2t1p1")
-    code, output = job.run(*DETERMINISTIC, *start, "--adapt.at", walk, folder=changed)
+    code, output = job.run(*settings, *start, "--adapt.at", walk, folder=changed)
     assert code == 0, output[-3000:]
     ended = [entry.record for entry in job.entries(changed) if isinstance(entry.record, record.TransitionEnded)]
     assert [change.reason for change in ended] == [""] * 5
     assert not list(leftovers(changed))
+    told = [line for line in _logs(changed, "slot-0") if "what=take" in line]
+    wanted = ("run=changed", "worker=slot-0", "emu=policy.training/", "epoch=", "step=", "version=")
+    assert told and all(part in line for line in told for part in wanted)
     job.folder = killed
-    process = job.start(*DETERMINISTIC, *start, folder=killed)
+    process = job.start(*settings, *start, folder=killed)
     job.wait_for(process, lambda entry: isinstance(entry.record, record.Trained) and entry.record.step == 2)
     kill(_pid(job, "slot-0"))
     code, output = finish(process)

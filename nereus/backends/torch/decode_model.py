@@ -112,7 +112,7 @@ def shape_of(config: PretrainedConfig, *, where: str) -> Shape:
     """Return the shape; ``ConfigError`` names ``where`` and what is supported."""
 
     def refuse(what: str) -> ConfigError:
-        remedy = f"the built-in engine serves {', '.join(ARCHITECTURES)}; set rollout.backend to vllm for others"
+        remedy = f"the built-in engine serves {', '.join(ARCHITECTURES)}"
         return ConfigError(what, where=where, remedy=remedy)
 
     names = config.architectures or []

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import torch
 from nereus.backends.api import Completion, Interrupt, SampleRequest
 from nereus.backends.emulation import GenerationCosts, Speeds
 from nereus.backends.torch.decode_model import Shape, read_shape
+from nereus.backends.torch.devices import device_of
 from nereus.backends.torch.generate import NO_VERSION, GenerateEngine, needed_bytes
 from nereus.backends.torch.lent_weights import load_weights
 from nereus.bus.messages import PullFrom
@@ -43,10 +45,10 @@ Command = Callable[[GenerateEngine], None]
 class TorchRollout:
     """Implements ``RolloutBackend`` by the built-in engine: one slot per unit."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, slot: SlotId = 0) -> None:
         self._config = config
         self._threads = config.cluster.threads_per_slot
-        self._device = torch.device(config.cluster.device)
+        self._device = device_of(config.cluster.device, slot)
         self._dtype = _DTYPES[config.model.dtype]
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._results: dict[str, asyncio.Future[Completion]] = {}
@@ -65,14 +67,14 @@ class TorchRollout:
             raise ConfigError(
                 f"the built-in engine serves t1p1 only, {emu.id} has {emu.layout}",
                 where="rollout.layout",
-                remedy="use more replicas (d2t1p1, d4t1p1, ...) or set rollout.backend to vllm",
+                remedy="use more replicas (d2t1p1, d4t1p1, ...)",
             )
         self._loop = asyncio.get_running_loop()
         # One worker, which loads weights; torch's thread count is a property of the calling thread.
         self._loader = ThreadPoolExecutor(1, "weights", initializer=torch.set_num_threads, initargs=(self._threads,))
         build = partial(self._build, model, f"{emu.id} on slot {slot}")
-        self._shape, self._engine = await self._loop.run_in_executor(self._loader, build)
-        self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+        self._shape, self._engine = await self._loop.run_in_executor(self._loader, copy_context().run, build)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="generate", daemon=True)
         self._thread.start()
 
     def _build(self, model: Path, where: str) -> tuple[Shape, GenerateEngine]:
@@ -117,7 +119,7 @@ class TorchRollout:
         self._check_alive()
         async with self._switching:
             load = partial(load_weights, source, self._shape, self._device, self._dtype)
-            weights = await self._loop.run_in_executor(self._loader, load)
+            weights = await self._loop.run_in_executor(self._loader, copy_context().run, load)
             self._check_alive()
             switched: asyncio.Future[int] = self._loop.create_future()
             self._switched = switched

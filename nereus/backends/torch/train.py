@@ -34,8 +34,10 @@ from nereus.algo.advantage import zero_std_groups
 from nereus.backends.api import TrainBatch
 from nereus.backends.emulation import Speeds, TrainingCosts
 from nereus.backends.holdings import Holdings
+from nereus.backends.recipe import cached, read_recipe
 from nereus.backends.torch import buffers, checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
+from nereus.backends.torch.devices import device_of
 from nereus.backends.torch.groups import TrainerGroups, agree_to_keep, form_trainer_groups
 from nereus.backends.torch.loss import METRICS, grpo_loss, log_probabilities
 from nereus.backends.torch.metering import Buffers, Meter, Shape
@@ -139,11 +141,11 @@ class _Totals:
 class TorchTrainer:
     """One slot of a trainer unit on torch; implements ``TrainerBackend``."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, slot: SlotId = 0) -> None:
         self._config = config
         self._train = config.train
         self._dtype = DTYPES[config.model.dtype]
-        self._device = torch.device(config.cluster.device)
+        self._device = device_of(config.cluster.device, slot)
         torch.set_num_threads(config.cluster.threads_per_slot)
         self._groups = TrainerGroups()
         self._place: _Place | None = None
@@ -219,14 +221,25 @@ class TorchTrainer:
             return None
         if not resumed:
             return source
-        folder = Path(self._config.model.path)
-        if not self._config.model.path or not folder.is_dir():
+        folder = self._beginning()
+        if folder is None:
             raise ConfigError(
                 "the reference model of a resumed run is not there",
                 where="model.path",
                 remedy="name the model folder that the run began with, or set train.loss.kl_coefficient to 0",
             )
         return folder
+
+    def _beginning(self) -> Path | None:
+        """Return the model that the run began with, if the job names it and it is still there."""
+        model = self._config.model
+        recipe = Path(model.recipe)
+        folder = (
+            Path(model.path)
+            if model.path or not model.recipe
+            else cached(read_recipe(recipe), recipe, Path(model.cache))
+        )
+        return folder if folder != Path() and folder.is_dir() else None
 
     def _compute(self) -> None:
         """Build what computes with the state that is here, and the reference model."""
@@ -719,8 +732,7 @@ class TorchTrainer:
     def _learn(self, model: Path) -> None:
         """Read the architecture, unless it is known."""
         if self._blueprint is None:
-            given = Path(self._config.model.path)
-            start = given if self._config.model.path and given.is_dir() else model
+            start = self._beginning() or model
             self._reference_folder = self._find_reference(start, checkpoint.is_checkpoint(start))
             self._blueprint = Blueprint(checkpoint.model_folder(model), self._config.model)
 
