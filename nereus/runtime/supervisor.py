@@ -301,6 +301,8 @@ class Supervisor:
         for worker in self._fleet:
             if worker.state not in (State.STARTING, State.GONE):
                 await self._send(worker.name, Shutdown(reason))
+            elif worker.name in self._launcher.running:  # it cannot be told yet and has nothing to lose
+                self._launcher.kill(worker.name)
         left = await self._launcher.wait(timeout_s=SHUTDOWN_GRACE_S)
         if left:
             log.warning("workers had to be stopped", workers=",".join(left))

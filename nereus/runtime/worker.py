@@ -39,6 +39,7 @@ from nereus.config import JobConfig
 from nereus.core.plan import PlanEpoch
 from nereus.errors import ConfigError, NereusError, PeerLost, ProtocolError
 from nereus.lifeline import die_with_parent
+from nereus.runtime.exits import EXIT_CONFIG, EXIT_FAILURE
 from nereus.runtime.folder import Listening, RunPaths
 from nereus.runtime.logs import configure_worker
 from nereus.runtime.wire import Wire, load_config
@@ -153,11 +154,14 @@ def _actor(
 def main() -> None:
     """Entry of ``python -m nereus.runtime.worker``."""
     die_with_parent()
-    sys.exit(serve(sys.argv[1:]))
+    try:
+        sys.exit(serve(sys.argv[1:]))
+    except NereusError as error:  # its log has the reason
+        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE)
 
 
 def serve(words: Sequence[str]) -> int:
-    """Be the worker that the command line names; return the exit code."""
+    """Be the worker that the command line names; return the exit code, or raise ``NereusError`` with the reason."""
     parser = argparse.ArgumentParser(description="One worker process of a run; started by the supervisor.")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -169,7 +173,9 @@ def serve(words: Sequence[str]) -> int:
         return run(work(RunPaths(given.run, given.attempt), given.worker, given.supervisor))
     except (NereusError, TimeoutError) as error:
         log.error("leaving", reason=str(error))
-        return 2 if isinstance(error, ConfigError) else 1
+        if isinstance(error, NereusError):
+            raise
+        raise NereusError(f"{given.worker} waited too long: {error}") from None
 
 
 if __name__ == "__main__":

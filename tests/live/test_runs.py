@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 from pathlib import Path
 
@@ -53,7 +55,20 @@ def _kill_after(job: Job, victim: str, step: int, *words: str) -> str:
     assert check_history(job.history(), staleness=1, groups_per_step=4) == []
     assert job.status()["state"] == "finished"
     assert not list(leftovers(job.folder))
+    assert _longest_wait_s(job) < 30
     return output
+
+
+def _longest_wait_s(job: Job) -> float:
+    """Return the longest time from the loss of a worker to the next step that is done."""
+    waiting, longest = math.inf, 0.0
+    for entry in job.entries():
+        if isinstance(entry.record, record.WorkerGone) and not entry.record.expected:
+            waiting = min(waiting, entry.t)
+        elif isinstance(entry.record, record.Trained) and waiting < math.inf:
+            longest, waiting = max(longest, entry.t - waiting), math.inf
+    assert longest > 0, "nobody was lost"
+    return longest
 
 
 def _attempts(job: Job) -> int:
@@ -97,6 +112,18 @@ def test_sigterm_drains_and_the_resumed_run_neither_skips_nor_repeats(job: Job) 
     assert code == 0, output[-3000:]
     assert sorted(trained(job)) == list(range(4 * (done + 4)))
     assert check_history(job.history(), staleness=1, groups_per_step=4) == []
+
+
+def test_a_second_interrupt_leaves_at_once_and_leaves_nothing_behind(job: Job) -> None:
+    process = job.start("--run.steps", "60")
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.Trained) and entry.record.step == 2)
+    os.kill(_pid(job, "slot-0"), signal.SIGSTOP)  # the step in flight does not end
+    process.send_signal(signal.SIGINT)
+    job.wait_for(process, lambda entry: isinstance(entry.record, record.Drain))
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output[-3000:]
+    assert not list(leftovers(job.folder))
 
 
 def _logs(folder: Path, worker: str) -> list[str]:
