@@ -511,7 +511,7 @@ def _execute(words: Sequence[str]) -> int:
         raise ConfigError(
             f"--{overrides[0][0]} is a setting, and this command takes none",
             where="command line",
-            remedy="settings belong to nereus run and nereus config show",
+            remedy="settings belong to nereus run, simulate, compare and config show",
         )
     result = command(*bound.args, **bound.kwargs, **extra)
     return result if isinstance(result, int) else EXIT_OK

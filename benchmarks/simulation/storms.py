@@ -3,8 +3,8 @@
     make storms                                  # 100 seeds at 16 slots
     python benchmarks/simulation/storms.py --slots 512 --seeds 30 --mtbf-s 1800 --steps 100
 
-Many storms of ``nereus/sim/storm.py``. Prints one line per seed that went wrong and a JSON object at the end; exits
-with 1 if any did.
+Many storms of ``nereus/sim/storm.py``. Prints one line per seed that went wrong and the sums over all; exits with 1 if
+any did.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--mtbf-s", type=float, default=200.0, help="mean seconds between failures of the pool")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object on the last line")
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     config = storm_job(given.slots, given.steps)
@@ -47,7 +48,10 @@ def main() -> int:
         **{name: round(value, 1) for name, value in total.items()},
         "cpu_s": round(time.process_time() - began, 1),
     }
-    print(json.dumps(result))
+    for name, value in result.items():
+        print(f"{name:<12} {value}")
+    if given.json:
+        print(json.dumps(result))
     return 1 if kinds else 0
 
 

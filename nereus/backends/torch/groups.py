@@ -2,7 +2,7 @@
 
 Owner: each trainer slot. Every process initializes torch.distributed once, with a *null* default world: its rank is the
 slot id, its size a constant, and any collective on it raises. Real groups are made directly over a rendezvous store and
-registered, so they serve DeviceMesh, DTensor and pipelining like groups made at start-up. The private torch API that
+registered, so they serve DeviceMesh and pipelining like groups made at start-up. The private torch API that
 this takes is behind ``make_group`` and ``leave_group`` alone.
 
 Invariants (tests/backends/test_groups.py): a name is used once per store (it carries the plan epoch); every wait is
