@@ -6,8 +6,8 @@ A random Llama (4 layers, hidden 128, vocabulary 512) that this script makes; 8 
 tokens a step; float32; the same reward. TRL runs in its own environment (benchmarks/peers/trl.sh makes it), generation
 and training in turn, on two threads. Nereus runs the whole of itself: supervisor, one rollout unit, one trainer,
 relay, reward service, each slot with one thread. The median of the steps after the first five counts. TRL's
-experimental AsyncGRPOTrainer is no contestant: it streams weights to a vLLM server over NCCL. With stand-ins for both on
-two such cores it took 3 s a step, three times as long as GRPOTrainer: the faster of the two is the one to beat.
+experimental AsyncGRPOTrainer is no contestant: it streams weights to a vLLM server over NCCL. With stand-ins for both
+on two such cores it took 3 s a step, three times as long as GRPOTrainer: the faster of the two is the one to beat.
 
 The floor is arithmetic alone: 2 FLOPs a parameter and token to generate, 6 to train, at the machine's own matmul peak,
 which is measured here. What is above it is overhead; the two parts are given apart.

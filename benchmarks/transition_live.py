@@ -15,7 +15,8 @@ dcp        torch.distributed.checkpoint: save and load into the new layout in pr
 deepspeed  save, ds_to_universal, load at another number of ranks (benchmarks/peers/deepspeed.sh makes it)
 
 `state` is lending, taking and settling alone, the longest of all slots each. `least` is what the target's shares lack,
-counted from shares and not from moves. The floor is those bytes at the speed of a bare copy out of shared memory. Slots
+counted from shares and not from moves. The floor is those bytes at the speed of a bare copy out of shared memory; the
+speed of moves, sums on both sides included, is also put beside gloo's own send and receive on an idle machine. Slots
 make room for the largest share ready at their start (``adapt.reserve_mb``; ``--reserve-mb 0``: without); DCP loads into
 tensors that exist, too.
 """
@@ -185,6 +186,13 @@ def raw_copy(size: int) -> dict[str, float]:
     return {name: size / found[f"{name}_s"] for name in ("new", "again", "mapped")}
 
 
+def raw_gloo(size: int) -> float:
+    """Return bytes/s of two pairs of processes that send ``size`` bytes over gloo."""
+    words = [sys.executable, str(ROOT / "benchmarks/transitions/raw_gloo.py"), str(size), "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
+    return float(size / _last_json(done)["again_s"])
+
+
 def _checked(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, done.args))} ended with {done.returncode}: {done.stderr[-1500:]}")
@@ -236,6 +244,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             found["restart"][f"{before} > {after}"], run = restart_s(job, folder, run, steps + 1 + number, after)
     moved = max(change["moved_bytes"] for change in found["changes"])
     found["raw_bytes_per_s"] = raw_copy(moved)
+    found["gloo_bytes_per_s"] = raw_gloo(moved)
     found["dcp"] = {}
     for before, after in () if "dcp" in arguments.skip else DCP:
         found["dcp"][f"{before} > {after}"] = dcp(model, before, after)
@@ -262,7 +271,8 @@ def report(found: dict[str, Any]) -> None:
         )
     print(
         f"a bare copy of shared memory: {raw['new'] / 1e9:.2f} GB/s into new memory, {raw['again'] / 1e9:.2f} again, "
-        f"{raw['mapped'] / 1e9:.2f} where the source is mapped for it; "
+        f"{raw['mapped'] / 1e9:.2f} where the source is mapped for it; sent over gloo: "
+        f"{found['gloo_bytes_per_s'] / 1e9:.2f} GB/s; "
         f"most memory of the job: {found['peak_bytes'] / 1e9:.1f} GB"
     )
     for change in found["changes"]:
@@ -309,6 +319,7 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     speed = max(reshard_speed(changes[name]) for name in (extend, reshard))
     raw = found["raw_bytes_per_s"]
     judge("bandwidth over that of a bare copy that maps its source", speed / raw["mapped"], TARGETS["of_raw_copy"])
+    judge("bandwidth over that of gloo's send and receive", speed / found["gloo_bytes_per_s"], TARGETS["of_raw_copy"])
     lines.append(f"bandwidth over that of one out of a mapping that exists: {speed / raw['again']:.2f} (no target)")
     return lines
 

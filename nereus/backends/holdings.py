@@ -36,7 +36,7 @@ from nereus.errors import TransitionError
 from nereus.transition.primitive import Replica
 from nereus.transition.reshard import Move, Piece, box, difference, elements, intersection, remainder
 
-_BLOCK_BYTES = 256 << 10
+_BLOCK_BYTES = 512 << 10
 """So much is copied and summed at a time: what was just copied is still in the processor's cache."""
 
 Array = Any
