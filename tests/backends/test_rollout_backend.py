@@ -326,7 +326,7 @@ def test_a_bad_request_fails_alone(tmp_path: Path) -> None:
 
 def test_other_layouts_are_refused(tmp_path: Path) -> None:
     async def test() -> None:
-        with pytest.raises(ConfigError, match=r"t2p1.*more replicas.*vllm"):
+        with pytest.raises(ConfigError, match=r"t2p1.*more replicas"):
             await TorchRollout(JOB).start(tmp_path, emu=Emu(POLICY_GENERATION, 0, Layout(2, 1), (0, 1)), slot=0)
 
     run(test)
