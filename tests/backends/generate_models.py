@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from nereus.backends.api import SampleRequest
-from nereus.backends.torch.decode_model import Decoder, DecoderWeights, Shape, shape_of
+from nereus.backends.torch.decode_model import Decoder, DecoderWeights, Shape, Span, shape_of
 from nereus.backends.torch.generate import GenerateEngine
 
 CPU = torch.device("cpu")
@@ -59,6 +59,9 @@ def logprobs(version: int, prompt: NDArray[np.int32], drawn: NDArray[np.int32], 
     zero = torch.zeros(1, dtype=torch.int64)
     decoder.set_lengths(zero, zero)
     fed = np.concatenate((prompt, drawn))
-    rows = [decoder.decode(torch.tensor([int(token)]), zero + at, at + 1)[0] for at, token in enumerate(fed[:-1])]
+    rows = [
+        decoder.decode(torch.tensor([int(token)]), zero + at, [Span(0, 1, at + 1)])[0]
+        for at, token in enumerate(fed[:-1])
+    ]
     scores = torch.log_softmax(torch.stack(rows) / temperature, -1)
     return scores[len(prompt) - 1 :].gather(1, torch.from_numpy(drawn.astype(np.int64))[:, None])[:, 0]

@@ -7,11 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nereus.backends.torch.decode_model import Decoder, DecoderWeights, read_shape, shape_of
+from nereus.backends.torch.decode_model import Decoder, DecoderWeights, Span, read_shape, shape_of
 from nereus.errors import ConfigError
 from tests.tiers import spread
 
@@ -96,9 +99,29 @@ def test_logits_equal_transformers(case: str, dtype: torch.dtype, tolerance: flo
         for step in range(8):
             positions = torch.tensor(lengths) - 1 + step
             tokens = torch.stack([x[p] for x, p in zip(ids, positions, strict=True)])
-            logits = decoder.decode(tokens, positions, int(positions.max()) + 1)
+            each = [Span(row, row + 1, int(position) + 1) for row, position in enumerate(positions)]
+            logits = decoder.decode(tokens, positions, each if step % 2 else [Span(0, 4, int(positions.max()) + 1)])
             for row, position in enumerate(positions):
                 assert (logits[row] - expected[row][position]).abs().max() < tolerance
+
+
+@given(lengths=st.lists(st.integers(0, 40_000), min_size=1, max_size=40))
+def test_caches_are_read_as_far_as_neighbours_need_where_that_pays(lengths: list[int]) -> None:
+    shape = shape_of(reference("llama", torch.float64).config, where="test")
+    decoder = Decoder(shape, slots=1, capacity=1, device=torch.device("cpu"), dtype=torch.float32)
+    spans = decoder.spans(np.array(lengths))
+    assert [slot for span in spans for slot in range(span.first, span.stop)] == list(range(len(lengths)))
+    assert all(span.tokens == max(lengths[span.first : span.stop]) + 1 for span in spans)
+    read = sum((span.stop - span.first) * (span.tokens - 1) for span in spans)
+    spared = (len(lengths) * max(lengths) - read) * shape.kv_heads * shape.head_dim
+    assert spared >= 100_000 * (len(spans) - 1)
+
+
+def test_one_long_sequence_does_not_have_all_others_read_as_far() -> None:
+    shape = shape_of(reference("llama", torch.float64).config, where="test")
+    decoder = Decoder(shape, slots=1, capacity=1, device=torch.device("cpu"), dtype=torch.float32)
+    assert decoder.spans(np.array([40_000] + [30] * 63)) == [Span(0, 1, 40_001), Span(1, 64, 31)]
+    assert decoder.spans(np.array([30] * 64)) == [Span(0, 64, 31)]
 
 
 def test_copied_slots_go_on_like_their_source() -> None:
@@ -112,7 +135,7 @@ def test_copied_slots_go_on_like_their_source() -> None:
         decoder.prefill([0], [ids])
         decoder.copy(torch.tensor([0, 0]), torch.tensor([1, 2]), 7)
         decoder.set_lengths(torch.arange(3), torch.tensor([7, 7, 7]))
-        logits = decoder.decode(torch.tensor([9, 9, 10]), torch.tensor([7, 7, 7]), 8)
+        logits = decoder.decode(torch.tensor([9, 9, 10]), torch.tensor([7, 7, 7]), [Span(0, 3, 8)])
     torch.testing.assert_close(logits[0], logits[1])
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
@@ -128,10 +151,10 @@ def test_weights_are_copied_from_what_is_lent(case: str, dtype: torch.dtype) -> 
     decoder.weights = DecoderWeights(shape, lent, cpu, dtype)
     with torch.inference_mode():
         decoder.set_lengths(torch.tensor([0]), torch.tensor([0]))
-        before = decoder.decode(torch.tensor([1]), torch.tensor([0]), 1)
+        before = decoder.decode(torch.tensor([1]), torch.tensor([0]), [Span(0, 1, 1)])
         for tensor in lent.values():
             tensor.zero_()
-        after = decoder.decode(torch.tensor([1]), torch.tensor([0]), 1)
+        after = decoder.decode(torch.tensor([1]), torch.tensor([0]), [Span(0, 1, 1)])
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 

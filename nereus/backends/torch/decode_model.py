@@ -18,9 +18,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,6 +36,9 @@ EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "mo
 
 _PREFILL_TOKENS = 4096
 """A prefill forward takes at most this many tokens (or one sequence): bounds its memory."""
+_CUT_FLOATS = 100_000
+"""Ours: reading so many more keys of a layer takes longer than the operations that a cut adds to it."""
+
 _PADDING = 1.25
 """Sequences are prefilled together if the longest has at most this many times the tokens of the shortest."""
 
@@ -242,6 +248,32 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     return lambda x: F.linear(x, weight, bias)
 
 
+class Span(NamedTuple):
+    """Neighbouring slots whose first ``tokens`` cached tokens are read."""
+
+    first: int
+    stop: int
+    tokens: int
+
+
+def _cuts(lengths: NDArray[np.int64], worth: float) -> list[tuple[int, int]]:
+    """Return [first, stop) of neighbours; each cut between them spares at least ``worth`` tokens of reading."""
+    found, rest = list[tuple[int, int]](), [(0, len(lengths))]
+    while rest:
+        first, stop = rest.pop()
+        here = lengths[first:stop]
+        before = np.maximum.accumulate(here)
+        behind = np.maximum.accumulate(here[::-1])[::-1]
+        sizes = np.arange(1, len(here))
+        spared = len(here) * before[-1] - (sizes * before[:-1] + (len(here) - sizes) * behind[1:])
+        at = int(spared.argmax()) if len(spared) else 0
+        if len(spared) and spared[at] >= worth:
+            rest += [(first + at + 1, stop), (first, first + at + 1)]
+        else:
+            found.append((first, stop))
+    return found
+
+
 class Decoder:
     """The forward passes over a preallocated cache of ``slots`` sequences of at most ``capacity`` tokens.
 
@@ -321,18 +353,27 @@ class Decoder:
             )
             x = self._rest(layer, x, attended.transpose(1, 2).reshape(count, width, -1))
 
-    def decode(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
+    def spans(self, lengths: NDArray[np.int64]) -> list[Span]:
+        """Divide the first slots into neighbours whose caches are read equally far, where that pays.
+
+        ``lengths``: cached tokens of each slot. New sequences come behind those that have been there for long, so one
+        long sequence does not have all others read as far as itself. A cut costs a few small operations in each layer;
+        it is made where it saves more reading than these take.
+        """
+        worth = _CUT_FLOATS / (self.shape.kv_heads * self.shape.head_dim)
+        return [Span(first, stop, int(lengths[first:stop].max()) + 1) for first, stop in _cuts(lengths, worth)]
+
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
         """Feed one token to each of the first slots and return the logits of the next, ``[live, vocabulary]``.
 
-        ``tokens`` and ``positions`` are int64 ``[live]``; ``span`` is 1 + the highest position.
+        ``tokens`` and ``positions`` are int64 ``[live]``; ``spans`` cover these slots in order, see there.
         """
         weights, shape, group = self._current(), self.shape, self._group
         live = len(tokens)
         count = live * shape.kv_heads
         rows = self._rows[:count]
         at = positions[self._slot_of_row[:count]]
-        mask = self._mask[:count, :, :span]
-        mask[rows, 0, at] = 0.0
+        self._mask[rows, 0, at] = 0.0
         turns = self._turns[at].unsqueeze(1)
         x = weights.embedding[tokens]
         heads = (count, group + 2, shape.head_dim)
@@ -341,10 +382,16 @@ class Decoder:
             qk = self._rotate(qkv[:, : group + 1], layer.qk_norm, turns)
             places.index_put_((rows, at), qk[:, group])
             values.index_put_((rows, at), qkv[:, group + 1])
-            scores = torch.baddbmm(mask, qk[:, :group], keys[:count, :, :span], alpha=self._scale)
-            attended = torch.bmm(torch.softmax(scores, -1), values[:count, :span])
-            x = self._rest(layer, x, attended.view(live, -1))
+            attended = [self._attend(qk[:, :group], keys, values, span) for span in spans]
+            x = self._rest(layer, x, (attended[0] if len(spans) == 1 else torch.cat(attended)).view(live, -1))
         return weights.head(self._norm(x, weights.norm))
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+        """Return what the queries of some slots find in their first tokens, ``[rows, group, head_dim]``."""
+        kv, length = self.shape.kv_heads, span.tokens
+        rows = slice(span.first * kv, span.stop * kv)
+        scores = torch.baddbmm(self._mask[rows, :, :length], queries[rows], keys[rows, :, :length], alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, -1), values[rows, :length])
 
     def _rest(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         x = layer.out(attended).add_(x)

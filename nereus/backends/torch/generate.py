@@ -310,7 +310,7 @@ class GenerateEngine:
         rows = np.arange(live)
         numbers = uniforms(slots.key[:live], slots.count[:live])
         last, positions = self._last[:live], self._positions[:live]
-        logits = self._decoder.decode(last, positions, int(slots.cached[:live].max()) + 1)
+        logits = self._decoder.decode(last, positions, self._decoder.spans(slots.cached[:live]))
         drawn, drawn_logprobs = draw(logits, numbers, self._controls)
         last.copy_(drawn)
         positions.add_(1)
