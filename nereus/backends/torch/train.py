@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import msgspec
@@ -846,10 +846,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextlib.contextmanager
 def _noted(what: str) -> Iterator[None]:
-    """Log how long a part of a plan change takes."""
-    began = perf_counter()
+    """Log how long a part of a plan change takes, and how much of it this thread had a processor."""
+    began, busy = perf_counter(), thread_time()
     yield
-    _log.info("state moved", what=what, seconds=perf_counter() - began)
+    _log.info("state moved", what=what, seconds=perf_counter() - began, busy_s=thread_time() - busy)
 
 
 def _is_collective(error: BaseException) -> bool:
