@@ -11,6 +11,7 @@ it is told to; what is read is in order and says how much was left out.
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from types import TracebackType
@@ -83,7 +84,10 @@ class Outlet:
                 content, self._writing = self._waiting.popleft().encode(errors="replace"), True
             try:
                 while content:  # not through sys.stdout: its lock, held by a thread that waits, would outlast the run
-                    content = content[os.write(self._descriptor, content) :]
+                    try:
+                        content = content[os.write(self._descriptor, content) :]
+                    except BlockingIOError:  # whoever made the pipe has made it so
+                        select.select([], [self._descriptor], [])
             except OSError:
                 with self._changed:
                     self._gone = True

@@ -41,8 +41,12 @@ def test_lines_come_in_order_and_as_they_are(pipe: tuple[int, int]) -> None:
     assert _read_to_the_end(reader) == "".join(f"step {number} · ½\n" for number in range(100))
 
 
-def test_a_reader_that_has_stopped_holds_nothing_up_and_is_told_what_it_missed(pipe: tuple[int, int]) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_reader_that_has_stopped_holds_nothing_up_and_is_told_what_it_missed(
+    pipe: tuple[int, int], blocking: bool
+) -> None:
     reader, writer = pipe
+    os.set_blocking(writer, blocking)
     outlet = Outlet(writer)
     written = 2 * MOST_KEPT + PIPE_BYTES // len(LINE)
     for _ in range(written):
