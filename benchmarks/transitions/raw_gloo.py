@@ -34,7 +34,10 @@ def member(rank: int, pairs: int, elements: int, store: str, answers: str) -> No
     for _ in range(1 + AGAIN):
         dist.barrier()
         began = time.perf_counter()
-        dist.send(content, rank + pairs) if rank < pairs else dist.recv(content, rank - pairs)
+        if rank < pairs:
+            dist.send(content, rank + pairs)
+        else:
+            dist.recv(content, rank - pairs)
         took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         slowest.append(float(took))

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from nereus.config import ModelConfig
 from nereus.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -139,6 +140,14 @@ def read_recipe(path: Path) -> Recipe:
 def cached(recipe: Recipe, path: Path, cache: Path) -> Path:
     """Return the folder of the model that a recipe makes; it is there if the model has been made, and complete then."""
     return cache / f"{path.stem}-{fingerprint(recipe)}"
+
+
+def beginning(model: ModelConfig) -> Path:
+    """Return the folder of the model that a job begins with; a recipe's is there once it has been made."""
+    if model.path:
+        return Path(model.path)
+    path = Path(model.recipe)
+    return cached(read_recipe(path), path, Path(model.cache))
 
 
 def fingerprint(recipe: Recipe) -> str:

@@ -7,7 +7,7 @@ may be used; equal words give equal reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from nereus.commands.planfile import PhaseFigures, PlanReport, SlotMemory, StageFigures, read_plan, to_json
 from nereus.commands.question import Options, question_of
 from nereus.commands.render import render_plan
-from nereus.control.breakdown import breakdown, fits_by_layout
+from nereus.control.breakdown import Breakdown, breakdown, fits_by_layout
 from nereus.control.choose import Found, Question, start_plan
 from nereus.control.problem import Infeasible, Problem, RunnerUp, Solution, gib, usable_bytes
 from nereus.core.plan import ModelStage
@@ -103,7 +103,8 @@ def _refusal(options: Options, question: Question, lost: Infeasible) -> ConfigEr
 def _report(options: Options, question: Question, found: Found) -> PlanReport:
     pricing, solution, plan = question.pricing, found.solution, found.placement.plan
     problem = found.problem
-    phases = list(_phases(question, problem, solution))
+    details = {stage: breakdown(pricing, solution.of(stage)) for stage in pricing.workflow.model_stages}
+    phases = list(_phases(problem, solution, details))
     return PlanReport(
         "nereus-plan-1",
         options.model,
@@ -114,7 +115,7 @@ def _report(options: Options, question: Question, found: Found) -> PlanReport:
         solution.latency_s,
         problem.exposed_s + sum(sync_s for _, sync_s in phases),
         tuple(phase for phase, _ in phases),
-        tuple(_stage(question, found, stage) for stage in pricing.workflow.model_stages),
+        tuple(_stage(question, found, stage, detail) for stage, detail in details.items()),
         _memory(question, found),
         tuple(_runners_up(solution)),
         options.max_staleness if options.asynchronous else 0,
@@ -125,21 +126,22 @@ def _report(options: Options, question: Question, found: Found) -> PlanReport:
     )
 
 
-def _phases(question: Question, problem: Problem, solution: Solution) -> Iterator[tuple[PhaseFigures, float]]:
+def _phases(
+    problem: Problem, solution: Solution, details: Mapping[ModelStage, Breakdown]
+) -> Iterator[tuple[PhaseFigures, float]]:
     """Yield each phase, and the seconds that it adds to the weight sync."""
     for index, side in enumerate(problem.sides):
         for phase in side:
             chosen = [solution.of(member.model_stage) for member in phase.members]
             slowest = max(chosen, key=lambda one: one.seconds)
-            sync_s = breakdown(question.pricing, slowest).weight_sync_s
+            sync_s = details[slowest.model_stage].weight_sync_s
             yield PhaseFigures(phase.name, index, slowest.seconds - sync_s, str(slowest.model_stage)), sync_s
 
 
-def _stage(question: Question, found: Found, stage: ModelStage) -> StageFigures:
+def _stage(question: Question, found: Found, stage: ModelStage, detail: Breakdown) -> StageFigures:
     chosen = found.solution.of(stage)
     units = tuple(emu.slots for emu in found.placement.plan.of(stage))
     host = question.pricing.cluster.node_of()
-    detail = breakdown(question.pricing, chosen)
     return StageFigures(
         str(stage),
         f"d{chosen.dp}{chosen.layout}",

@@ -109,9 +109,9 @@ class _Room:
             held = self.trained.setdefault(candidate.model_stage.model, {})
             for node, places in _places(self, units).items():
                 held[node] = len(places) / candidate.layout.slots
-            return
-        for node in _places(self, units):
-            self.synced[node] += self.lacking(candidate, node)
+        elif candidate.model_stage.model in self.trained:
+            for node in _places(self, units):
+                self.synced[node] += self.lacking(candidate, node)
 
     def groups(self, phase: tuple[int, int], width: int) -> Iterator[Group]:
         """Yield the open groups of ``width`` neighbours in a node, aligned so that groups of other widths nest."""

@@ -25,7 +25,7 @@ from nereus.actors.names import OPERATOR, RELAY, REWARD, SUPERVISOR, slot_worker
 from nereus.actors.slot import modules_for
 from nereus.algo.sampler import Cursor
 from nereus.backends.manifest import MODEL_FOLDER
-from nereus.backends.recipe import cached, read_recipe
+from nereus.backends.recipe import beginning
 from nereus.bus.keys import ensure_keys
 from nereus.bus.zeromq import ZmqServer
 from nereus.config import JobConfig
@@ -349,10 +349,9 @@ class _Assembly:
         What a recipe describes is made first, unless it has been: by a process of its own (this one imports no torch).
         """
         model = self._config.model
+        folder = beginning(model)
         if model.path:
-            return Path(model.path)
-        path = Path(model.recipe)
-        folder = cached(read_recipe(path), path, Path(model.cache))
+            return folder
         if folder.is_dir():
             self._display.event(f"warm start: {folder} is in the cache")
             return folder

@@ -36,6 +36,7 @@ EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "mo
 
 _PREFILL_TOKENS = 4096
 """A prefill forward takes at most this many tokens (or one sequence): bounds its memory."""
+
 _CUT_FLOATS = 100_000
 """Ours: reading so many more keys of a layer takes longer than the operations that a cut adds to it."""
 

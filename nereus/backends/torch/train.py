@@ -34,7 +34,7 @@ from nereus.algo.advantage import zero_std_groups
 from nereus.backends.api import TrainBatch
 from nereus.backends.emulation import Speeds, TrainingCosts
 from nereus.backends.holdings import Holdings
-from nereus.backends.recipe import cached, read_recipe
+from nereus.backends.recipe import beginning
 from nereus.backends.torch import buffers, checkpoint, hf
 from nereus.backends.torch.blocks import Block, Cut, check_batch, cut
 from nereus.backends.torch.devices import device_of
@@ -233,13 +233,10 @@ class TorchTrainer:
     def _beginning(self) -> Path | None:
         """Return the model that the run began with, if the job names it and it is still there."""
         model = self._config.model
-        recipe = Path(model.recipe)
-        folder = (
-            Path(model.path)
-            if model.path or not model.recipe
-            else cached(read_recipe(recipe), recipe, Path(model.cache))
-        )
-        return folder if folder != Path() and folder.is_dir() else None
+        if not (model.path or model.recipe):
+            return None
+        folder = beginning(model)
+        return folder if folder.is_dir() else None
 
     def _compute(self) -> None:
         """Build what computes with the state that is here, and the reference model."""
